@@ -266,7 +266,7 @@ class Session(Closing):
         self._loop = SpeculativeLoop(
             self.target,
             # a GPU failed: placement has only its figures and slots in RAM left
-            placement=None if placement is None or placement.state is TierState.FALLEN_BACK else placement,
+            placement=None if placement is None or placement.first.state is TierState.FALLEN_BACK else placement,
             observe=self._call_observers,
             run=run or Run(),
             recover=self._recover,
@@ -360,7 +360,7 @@ class Session(Closing):
         cache that no option named does not pay.
         """
         placement = self.placement
-        is_over = placement is None or placement.state in (TierState.LOST, TierState.FALLEN_BACK)
+        is_over = placement is None or placement.first.state in (TierState.LOST, TierState.FALLEN_BACK)
         if placement is None or is_over or placement.postponed is None:
             return
         run = Run(self.run.show, cancelled=run.cancelled)
@@ -472,8 +472,9 @@ def _cache_fields(placement: PlacementManager | None) -> dict[str, Any]:
     if placement is None:
         empty = {"cache_ratio": 0.0, "cache_slots": 0, "pool_bytes": 0, "vram_bytes": None}
         return {"device": "none", "policy": "none", **empty}
-    memory, info = placement.device_memory(), placement.cache.info
+    tier, info = placement.first, placement.cache.info
+    memory = tier.memory()
     return {
-        **{"device": placement.device, "policy": placement.policy.name, "cache_ratio": placement.cache_ratio},
+        **{"device": tier.label, "policy": placement.policy.name, "cache_ratio": tier.cache_ratio},
         **{"cache_slots": info.n_slots, "pool_bytes": info.pool_bytes, "vram_bytes": memory and memory[0]},
     }

@@ -27,7 +27,7 @@ from moeedge.run import Run
 from moeedge.scheduler.governor import DraftGovernor, StepCost
 from moeedge.scheduler.manager import PlacementManager
 from moeedge.scheduler.stats import StepRecord
-from moeedge.scheduler.stopping import ConfidentDrafts, DraftStop
+from moeedge.scheduler.stopping import DraftStop
 
 Recover = Callable[[DeviceFailedError], None]
 _Result = TypeVar("_Result")
@@ -226,7 +226,8 @@ class SpeculativeLoop:
         text, placement = self.texts[0], self.placement
         stop: DraftStop | None = None if self.governor is None else self.governor.stop
         if self.draft_p_min > 0 and not isinstance(text.draft, NgramDraft):  # whose confidences are no probabilities
-            stop = ConfidentDrafts(self.draft_p_min, stop)
+            stop = stop or DraftStop()
+            stop.minimum = self.draft_p_min
         request = DraftRequest(
             text.history,
             gammas[0],

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.errors import BackendError, DeviceError, EngineError, ModelFileError
-from moeedge.native.abi import BLOCK_RECORD, DevicePath, PrefillPath, ReadFault, Status, c_field, c_struct, fill, from_c
+from moeedge.native.abi import BLOCK_RECORD, DevicePath, PrefillPath, Status, c_field, c_struct, fill, from_c
 from moeedge.native.library import load
 from moeedge.native.mapping import FileVersion
 from moeedge.native.sensor import Sensor
@@ -253,11 +253,6 @@ class ExpertCache(Closing):
         self._call("limit", n_slots)
         self.info = from_c(CacheInfo, self._filled("get_info", CacheInfo))
 
-    def read_ahead(self, layer: int, experts: Ints) -> None:
-        """Queue absent experts [n] of a coming layer for RAM, after what a computation waits for."""
-        experts = np.ascontiguousarray(experts, np.int32)
-        self._call("read_ahead", layer, experts, experts.size)
-
     def residency(self) -> NDArray[np.uint8]:
         """`Residency` of each expert, uint8 [n_layers, n_experts]; the next call reuses the array."""
         self._call("residency", self._residency_address)
@@ -270,7 +265,6 @@ class ExpertCache(Closing):
         return copy
 
     def stats(self) -> CacheStats:
-        """The figures since the cache was opened."""
         now, earlier = from_c(CacheStats, self._filled("get_stats", CacheStats)), self._earlier
         if earlier is None:
             return now
@@ -315,10 +309,6 @@ class ExpertCache(Closing):
         """How a cache in RAM reads its files; other caches raise BackendError."""
         return from_c(ReaderInfo, self._filled("get_reader", ReaderInfo))
 
-    def set_read_faults(self, kind: ReadFault, every: int, delay_s: float = 0.0) -> None:
-        """Tests: let every `every`-th read of a cache in RAM fail from now on; 0: none."""
-        self._call("set_read_faults", kind, every, delay_s)
-
     def set_timing(self, on: bool) -> None:
         """Time one block in eleven alone on an asynchronous device, for calibration; such blocks take longer."""
         self._set("timing", int(on))
@@ -346,26 +336,6 @@ class ExpertCache(Closing):
         """Let every attached context that is still open compute without this cache again."""
         while self._attached:
             self._library.moeedge_instance_remove_cache(self._attached.pop().instance, self._cache)
-
-    # checks: pin experts as a computation does and read their bytes
-
-    def acquire(self, layer: int, experts: Sequence[int]) -> Ints:
-        """Pin resident experts; returns their slots int32 [n], -1: not resident."""
-        wanted = np.asarray(experts, dtype=np.int32)
-        slots = np.empty(wanted.size, dtype=np.int32)
-        self._call("acquire", layer, wanted, wanted.size, slots)
-        return slots
-
-    def release(self, layer: int, slots: Ints) -> None:
-        """Unpin the slots of `acquire`."""
-        slots = np.ascontiguousarray(slots, np.int32)
-        self._call("release", layer, slots, slots.size)
-
-    def read(self, layer: int, expert: int, role: str, size_bytes: int) -> bytes:
-        """Bytes of one role ("ffn_up_exps.weight") of a resident expert, from the device."""
-        out = ctypes.create_string_buffer(size_bytes)
-        self._call("read", layer, expert, role.encode(), out, size_bytes)
-        return out.raw
 
 
 def _version(path: Path) -> FileVersion | None:

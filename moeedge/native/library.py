@@ -6,7 +6,7 @@ import ctypes
 import importlib.metadata
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,8 @@ from moeedge.native.abi import ABI_VERSION, GGML_SIGNATURES, SIGNATURES, declare
 def library_path() -> Path:
     """Path of the compiled library, or of another build ($MOEEDGE_LIBRARY). Raises BackendError if there is none."""
     named = os.environ.get("MOEEDGE_LIBRARY")
-    if named:
-        candidates = [Path(named)]
-    else:
-        # an editable install keeps the compiled file in site-packages, apart from the sources
-        roots = [Path(__file__).parent, *(Path(entry) / "moeedge" / "native" for entry in _package_folders())]
-        candidates = [root / name for root in roots for name in ("libmoeedge.so", "libmoeedge.dylib")]
+    own = [Path(__file__).with_name(name) for name in ("libmoeedge.so", "libmoeedge.dylib")]
+    candidates = [Path(named)] if named else [*own, *_installed()]
     for candidate in candidates:
         if candidate.is_file():
             return candidate.resolve()
@@ -32,12 +28,12 @@ def library_path() -> Path:
     )
 
 
-def _package_folders() -> list[Path]:
-    try:
+def _installed() -> list[Path]:
+    """The files of the package's name: an editable install keeps them in site-packages, apart from the sources."""
+    with suppress(importlib.metadata.PackageNotFoundError):
         files = importlib.metadata.files("moeedge") or []
-    except importlib.metadata.PackageNotFoundError:
-        return []
-    return [Path(str(file.locate())).parents[2] for file in files if file.name.startswith("libmoeedge")]
+        return [Path(str(file.locate())) for file in files if file.name.startswith("libmoeedge")]
+    return []
 
 
 @cache

@@ -129,7 +129,6 @@ class Sensor(Instance):
         return Frame(raw.serial, raw.phase, raw.n_tokens, *views)
 
     def stats(self) -> SensorStats:
-        """The backend's figures since the context was made."""
         return abi.from_c(SensorStats, self._read_stats())
 
     @property
@@ -183,7 +182,6 @@ class ActivationCapture(Instance):
         _check(self._library.moeedge_instance_set_capture(self.instance, int(flags), *self._shape))
 
     def read(self, flag: CaptureFlags) -> Activations:
-        """One kind of activations of the newest small batch."""
         raw = self._activations
         _check(self._library.moeedge_instance_get_activations(self.instance, int(flag), ctypes.byref(raw)))
         return Activations(

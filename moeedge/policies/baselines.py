@@ -34,7 +34,6 @@ class Recency:
         self._layers = np.arange(n_layers)[:, None]
 
     def observe(self, observation: Observation) -> None:
-        """Takes in which experts a step used."""
         np.greater(observation.counts, 0, out=self.used)
         self.last[self.used] = self.now + 1.0
         if observation.ids is not None:
@@ -116,8 +115,6 @@ class Static(PooledPolicy):
 
 
 class NoCache(Policy):
-    """Plans no transfers."""
-
     name = "none"
 
     def __init__(self, shape: CacheShape, config: PolicyConfig) -> None:

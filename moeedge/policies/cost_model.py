@@ -7,7 +7,6 @@ expert in much less time than several experts of one token each.
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -81,10 +80,9 @@ class CostFit:
 
     def curve(self) -> FloatArray:
         """Seconds per expert that serves 0, 1, ... CURVE_TOKENS tokens."""
-        further = np.maximum(np.arange(CURVE_TOKENS + 1) - 1, 0)
-        times = self.expert_s + self.token_s * further
-        times[0] = 0.0
-        return times
+        curve_s = self.expert_s + self.token_s * np.arange(-1.0, CURVE_TOKENS)
+        curve_s[0] = 0.0
+        return curve_s
 
 
 def fit_side(n_tokens: NDArray[Any], unique: NDArray[Any], pairs: NDArray[Any], time_s: FloatArray) -> CostFit | None:
@@ -92,6 +90,8 @@ def fit_side(n_tokens: NDArray[Any], unique: NDArray[Any], pairs: NDArray[Any], 
 
     All arrays are [n_blocks]. n_tokens: of the batch; unique: distinct experts; pairs: (token, expert) pairs.
     """
+    from scipy.optimize import nnls  # takes 0.2 s to import
+
     used = (unique > 0) & (time_s > 0)
     for n in np.unique(n_tokens[used]):
         same = used & (n_tokens == n)
@@ -102,26 +102,13 @@ def fit_side(n_tokens: NDArray[Any], unique: NDArray[Any], pairs: NDArray[Any], 
     # relative errors: blocks of one token matter as much as those of sixteen
     columns = np.stack([np.ones_like(unique), unique, pairs - unique], axis=1) / time_s[:, None]
     ones = np.ones_like(time_s)
-    fixed_s, expert_s, token_s = _non_negative(columns, ones)
+    fixed_s, expert_s, token_s = nnls(columns, ones)[0]
     if token_s > expert_s > 0:  # noise: a further token never costs more than one whose expert is read for it
-        fixed_s, expert_s = _non_negative(np.stack([columns[:, 0], columns[:, 1] + columns[:, 2]], axis=1), ones)
+        fixed_s, expert_s = nnls(np.stack([columns[:, 0], columns[:, 1] + columns[:, 2]], axis=1), ones)[0]
         token_s = expert_s
     if expert_s <= 0:  # too noisy to separate the parts
         return CostFit(0.0, float(np.median(time_s / unique)), 0.0)
     return CostFit(float(fixed_s), float(expert_s), float(token_s))
-
-
-def _non_negative(columns: FloatArray, target: FloatArray) -> FloatArray:
-    """Least squares with coefficients >= 0 [n], the best of all subsets, without the 0.2 s of importing SciPy."""
-    best, best_error = np.zeros(columns.shape[1]), float(target @ target)
-    for subset in itertools.product((False, True), repeat=columns.shape[1]):
-        chosen = columns[:, list(subset)]
-        solution = np.linalg.lstsq(chosen, target, rcond=None)[0]
-        error = float(np.sum((chosen @ solution - target) ** 2))
-        if error < best_error and (solution >= 0).all():
-            best, best_error = np.zeros(columns.shape[1]), error
-            best[list(subset)] = solution
-    return best
 
 
 def share_curves(cap: int, utility: NDArray[np.float32], counts: NDArray[Any]) -> tuple[FloatArray, FloatArray]:

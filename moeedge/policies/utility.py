@@ -20,7 +20,7 @@ Both boundaries start at floor(gamma / 2) and the transition uses those from bef
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +29,6 @@ from moeedge.errors import require
 from moeedge.experts import BoolArray, FloatArray, IndexArray, IntArray
 from moeedge.policies.base import CacheShape
 from moeedge.policies.cost_model import CostModel
-from moeedge.speculation import check_gamma
 
 Boundaries = Literal["floor", "float", "fixed"]
 
@@ -39,20 +38,13 @@ _FLOOR_SLACK = 1e-9
 
 @dataclass(frozen=True, kw_only=True)
 class UtilityConfig:
-    """Hyper-parameters of Algorithm 1. The defaults are the paper's (section 4.1). Raises ValueError out of range."""
+    """Hyper-parameters of Algorithm 1. The defaults are the paper's (section 4.1)."""
 
     gamma: int = 8  # draft length; sets the initial boundaries only
     cap: int = 4  # K, the highest utility
     forgetting: float = 0.1  # lambda
     boundaries: Boundaries = "floor"
     fixed: tuple[int, int] = (3, 1)  # up and down, where boundaries are fixed
-
-    def __post_init__(self) -> None:
-        check_gamma(self.gamma)
-        require(self.cap >= 1, f"the utility cap K must be >= 1, not {self.cap}")
-        require(0 <= self.forgetting <= 1, f"the forgetting factor must be in [0, 1], not {self.forgetting}")
-        is_valid = self.boundaries in get_args(Boundaries)
-        require(is_valid, f"boundaries must be floor, float or fixed, not {self.boundaries}")
 
 
 @dataclass(frozen=True, eq=False)  # arrays do not compare to one truth value

@@ -56,7 +56,6 @@ class CacheGovernor:
 
     @property
     def choice(self) -> CacheChoice:
-        """How the next step is computed."""
         is_trial, gain = self._n_trial > 0, None if math.isinf(self._variance) else math.exp(self._log_gain)
         return CacheChoice(on=self._pays != is_trial, is_trial=is_trial, pays=self._pays, gain=gain)
 

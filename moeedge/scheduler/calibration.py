@@ -98,7 +98,6 @@ def write_measurement(file: Path, measured: Any) -> None:
 
 
 def measurement_json(measured: Any) -> str:
-    """The content of the file."""
     return json.dumps(kept_fields(measured), indent=1)
 
 

@@ -14,7 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -23,13 +23,13 @@ from statistics import median
 from typing import ClassVar
 
 import numpy as np
+import psutil
 from numpy.typing import NDArray
 
 from moeedge.errors import ModelFileError
 from moeedge.llama import gguf_file
 from moeedge.llama.dense_weights import SplitWeights, ranges_by_file
 from moeedge.native.mapping import open_direct
-from moeedge.paths import text_of
 from moeedge.run import NO_PROGRESS, Progress
 from moeedge.scheduler.calibration import Measurement, keep, measurement_file, read_measurement
 
@@ -230,12 +230,9 @@ def _places(ranges: dict[Path, list[tuple[int, int]]], size: int) -> NDArray[np.
 
 def _mount_of(model: Path) -> tuple[str, str]:
     """Name and folder of the disk that holds a file, and its file system; empty where the system does not list them."""
-    with suppress(OSError):
-        device = model.stat().st_dev
-        number = f"{os.major(device)}:{os.minor(device)}"
-        for line in text_of(Path("/proc/self/mountinfo")).splitlines():
-            fields, _, rest = line.partition(" - ")
-            if fields.split()[2] == number:
-                file_system, source, *_options = rest.split()
-                return f"{source} on {fields.split()[4]}", file_system
-    return "", ""
+    resolved = model.resolve()
+    mounts = [mount for mount in psutil.disk_partitions(all=True) if resolved.is_relative_to(mount.mountpoint)]
+    if not mounts:
+        return "", ""
+    innermost = max(reversed(mounts), key=lambda mount: len(mount.mountpoint))
+    return f"{innermost.device} on {innermost.mountpoint}", innermost.fstype

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
+from queue import SimpleQueue
+from threading import Event, Thread
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,32 +17,82 @@ from numpy.typing import NDArray
 from moeedge.errors import BackendError
 from moeedge.experts import Residency
 from moeedge.llama.context import Context
-from moeedge.native import ActivationCapture
+from moeedge.native import ActivationCapture, Block
+from moeedge.native.abi import Phase
 from moeedge.native.sensor import Counts
-from moeedge.policies.base import ExpertPrediction, Observation, Policy
+from moeedge.policies.base import Observation, Policy
 from moeedge.run import Level, Notification, Run
 from moeedge.scheduler.cache_governor import CacheGovernor
 from moeedge.scheduler.calibration import Calibration
 from moeedge.scheduler.config import ExecutionConfig, PlacementConfig
 from moeedge.scheduler.native_io import RoutingReader, cache_shape
-from moeedge.scheduler.on_demand import LayerHook, OnDemandLoader, predicted_uploads
-from moeedge.scheduler.planning_thread import PlanningThread
+from moeedge.scheduler.on_demand import OnDemandLoader, predicted_uploads
 from moeedge.scheduler.prediction import DraftPrefetch, DraftRouterPredictor, NextGatePredictor
 from moeedge.scheduler.ram_tier import EarlierRuns
 from moeedge.scheduler.stats import PlacementStats, StepRecord
-from moeedge.scheduler.tiers import MakePolicy, Tier, TierState
+from moeedge.scheduler.tiers import MakePolicy, Tier
 
 _IN_FLIGHT_TIMEOUT_S = 5.0  # more than the experts under way take on any link
 
 
-@dataclass(frozen=True)
-class PolicyInputs:
-    """What the first tier's policy reads beside activations; None or False: nothing of that kind."""
+class PlanningThread:
+    """Runs calls in their order next to the models: llama.cpp computes without Python's lock, so that both overlap.
 
-    gate_predictor: NextGatePredictor | None = None  # for a policy that plans within a verification
-    draft_predictor: DraftRouterPredictor | None = None  # for one that plans while the draft model works
-    router_scores: ActivationCapture | None = None  # of the routers' probabilities
-    keeps_hidden_states: bool = False  # the draft's
+    The calls may use what the decoding thread leaves alone until it has called `wait`. overlaps: False runs each call
+    at once, in the thread that submits it. Every step pays for the hand-over, which futures would make longer.
+    """
+
+    def __init__(self, *, overlaps: bool = True) -> None:
+        self._overlaps, self._process = overlaps, os.getpid()
+        self._calls: SimpleQueue[tuple[int, Callable[[], object]] | None] = SimpleQueue()
+        self._thread: Thread | None = None  # begins with the first call
+        self._numbers = itertools.count(1)  # of calls
+        self._submitted = self._last_ended = 0
+        self._ended = Event()  # one more call has ended
+        self._errors: list[BaseException] = []  # of the calls since the last `wait`
+
+    def submit(self, call: Callable[[], object]) -> None:
+        """Runs `call` after those submitted before."""
+        if not self._overlaps:
+            call()
+            return
+        if self._thread is None:
+            self._thread = Thread(target=self._run, name="moeedge-planning", daemon=True)
+            self._thread.start()
+        number = next(self._numbers)
+        self._calls.put((number, call))
+        self._submitted = number  # after `put`: an interrupt in between must not leave a call that never ends
+
+    def wait(self) -> None:
+        """Returns when all calls have ended; may be interrupted, and called again. Raises what the first one raised."""
+        while self._last_ended < self._submitted and self._process == os.getpid():  # a fork does not have the thread
+            self._ended.clear()
+            if self._last_ended < self._submitted:
+                self._ended.wait()
+        errors, self._errors = self._errors, []
+        if errors:
+            raise errors[0]
+
+    def close(self) -> None:
+        """Ends the thread after its calls, whatever they raise. May be called twice."""
+        try:
+            with suppress(Exception):
+                self.wait()
+        finally:
+            thread, self._thread = self._thread, None
+            if thread is not None and self._process == os.getpid():
+                self._calls.put(None)
+                thread.join()
+
+    def _run(self) -> None:
+        while (submitted := self._calls.get()) is not None:
+            number, call = submitted
+            try:
+                call()
+            except BaseException as error:  # raised again in the thread that waits
+                self._errors.append(error)
+            self._last_ended = number
+            self._ended.set()
 
 
 class PlacementManager:
@@ -48,34 +101,46 @@ class PlacementManager:
     A step of speculative.py calls before_verification and after_verification. The first tier's policy and its plans run
     in a thread of their own, unless the decoding thread asks the policy in between, before each layer or after each
     draft token. What another tier holds changes with what the first one lacks.
+
+    What the first tier's policy reads beside activations: gate_predictor, if it plans within a verification;
+    draft_predictor, if it plans while the draft model works; router_scores, captured; the draft's hidden states.
     """
 
-    def __init__(self, tiers: Sequence[Tier], config: PlacementConfig, target: Context, inputs: PolicyInputs) -> None:
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        config: PlacementConfig,
+        target: Context,
+        *,
+        gate_predictor: NextGatePredictor | None,
+        draft_predictor: DraftRouterPredictor | None,
+        router_scores: ActivationCapture | None,
+        keeps_hidden_states: bool,
+    ) -> None:
         assert target.sensor is not None  # opening.py checks it
         execution, first = config.execution, tiers[0]
-        self.tiers, self._first, self._others = tiers, first, tiers[1:]
-        self.cache, self.driver, self.device = first.cache, first.driver, first.label
+        self.tiers, self.first, self._others = tiers, first, tiers[1:]
+        self.cache, self.driver = first.cache, first.driver
         self.run = Run()  # reports warnings, e.g. of a lost device; may be replaced
         # a measurement that waits for the end of an answer: returns its result, and whether the cache stays
         self.postponed: Callable[[Run], tuple[Calibration, bool]] | None = None
         self._sensor, self._op_offload = target.sensor, target.op_offload
         self._cached_layers = list(target.model.host_expert_layers)
-        self._keeps_hidden_states = inputs.keeps_hidden_states
+        self._keeps_hidden_states = keeps_hidden_states
         # the CPU can compute all experts as well, and no other system is imitated
         governed = config.governed and not tiers[-1].loads_misses and execution == ExecutionConfig()
         self.governor = CacheGovernor() if governed else None  # decides whether steps are computed with the cache
-        self._reader = RoutingReader(target.sensor, inputs.router_scores)
+        self._reader = RoutingReader(target.sensor, router_scores)
         self.on_demand = OnDemandLoader(first.cache) if execution.misses == "load" else None
         vanilla = execution.drafting == "vanilla"
         if self.on_demand is not None or vanilla:
             self.driver.filter_plan = partial(predicted_uploads, cache_shape(first.cache), self.on_demand)
-        hook = LayerHook(self.driver, lambda: self.active, inputs.gate_predictor, self.on_demand)
-        self.layer_hook = hook if self.on_demand is not None or self.driver.plans_layers else None
-        self._predictors = [each for each in (inputs.draft_predictor, inputs.gate_predictor) if each is not None]
+        self._gate_predictor = gate_predictor
+        self.layer_hook = self._before_layer if self.on_demand is not None or self.driver.plans_layers else None
+        self._predictors = [each for each in (draft_predictor, gate_predictor) if each is not None]
         self.draft_prefetch: DraftPrefetch | None = None
-        if inputs.draft_predictor is not None:
-            plan, wait = self._plan_draft, first.cache.drain
-            self.draft_prefetch = DraftPrefetch(inputs.draft_predictor, plan, wait, self._prefetching, vanilla)
+        if draft_predictor is not None:
+            self.draft_prefetch = DraftPrefetch(draft_predictor, self.driver, self.cache, self._prefetching, vanilla)
         self._planning = PlanningThread(overlaps=self.layer_hook is None and self.draft_prefetch is None)
         self._n_texts = 1  # of a step
         self._in_step = False  # or at a prompt
@@ -87,18 +152,9 @@ class PlacementManager:
         return self.driver.policy
 
     @property
-    def cache_ratio(self) -> float:
-        return self._first.cache_ratio
-
-    @property
     def active(self) -> bool:
         """Whether plans are made for the first tier."""
-        return self._first.active
-
-    @property
-    def state(self) -> TierState:
-        """Of the first tier."""
-        return self._first.state
+        return self.first.active
 
     @property
     def loads_on_demand(self) -> bool:
@@ -108,12 +164,7 @@ class PlacementManager:
     @property
     def loading_wait_s(self) -> float:
         """How long computations have waited for experts from the file so far; 0.0 with experts on a device."""
-        return self._first.waited_s
-
-    @property
-    def reads_draft(self) -> bool:
-        """Whether experts are predicted from what the draft model computes."""
-        return self._keeps_hidden_states or self.draft_prefetch is not None
+        return self.cache.waited_s() if self.first.loads_misses and self.first.attached else 0.0
 
     @property
     def wants_hidden_states(self) -> bool:
@@ -127,7 +178,8 @@ class PlacementManager:
     @property
     def earlier_runs(self) -> EarlierRuns | None:
         """The activations of earlier runs, for a warm start in RAM; None without any."""
-        return self.tiers[-1].earlier_runs
+        kept = self.tiers[-1].kept
+        return None if kept is None else kept.earlier_runs
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
@@ -137,13 +189,13 @@ class PlacementManager:
         try:
             yield
         finally:
-            self._first.skip(before)
+            self.first.skip(before)
             self.attach()
 
     def use(self, make: MakePolicy) -> None:
         """Goes on with a fresh policy of that kind; no decode may run."""
         self.wait()
-        self._first.use(make)
+        self.first.use(make)
 
     def begin_text(self) -> None:
         self.wait()
@@ -154,7 +206,7 @@ class PlacementManager:
 
     def attach(self) -> None:
         """Lets the target compute with the tiers."""
-        if not self._first.attached:
+        if not self.first.attached:
             for tier in self.tiers:
                 tier.attach(self._sensor)
             for tier in self._others:
@@ -163,7 +215,7 @@ class PlacementManager:
 
     def detach(self) -> None:
         """Lets the target compute as without them; the experts on the device stay there."""
-        if self._first.attached:
+        if self.first.attached:
             try:
                 self.wait()
             finally:
@@ -176,12 +228,13 @@ class PlacementManager:
             tier.fall_back()
         if context_usable:
             self.detach()
-        self._first.attached = False
+        self.first.attached = False
 
     def make_room(self, n_bytes: int) -> None:
         """Gives slots in RAM back, so that so much memory can be allocated."""
         for tier in self.tiers:
-            tier.make_room(n_bytes)
+            if tier.slots is not None:
+                tier.slots.make_room(n_bytes)
         self.watch_memory()
 
     def follow(self, target: Context) -> None:
@@ -197,7 +250,7 @@ class PlacementManager:
 
     def begin_prompt(self) -> None:
         """A prompt comes. Where llama.cpp does not compute large batches on a GPU by itself, the cache does."""
-        if self.governor is not None and not self._op_offload and not self._first.lost:
+        if self.governor is not None and not self._op_offload and not self.first.lost:
             self.attach()
 
     def begin_answer(self) -> None:
@@ -210,17 +263,17 @@ class PlacementManager:
 
     def begin_step(self) -> None:
         """Attaches the cache, or detaches it, as the governor decides."""
-        if self.governor is None or not self._first.usable:
+        if self.governor is None or not self.first.usable:
             return
         if self.governor.choice.on:
             self.attach()
-        elif self._first.attached:
+        elif self.first.attached:
             self.drain_transfers(0.0)  # what is under way would slow down the steps without it
             self.detach()
 
     def end_step(self, n_tokens: int, seconds: float) -> None:
         """The step after `begin_step` verified `n_tokens` of one text in `seconds`, drafting included."""
-        if self.governor is None or not self._first.usable:
+        if self.governor is None or not self.first.usable:
             return
         paid = self.governor.choice.pays
         self.governor.observe(n_tokens, seconds)
@@ -251,8 +304,18 @@ class PlacementManager:
         if prefetch is not None:
             prefetch.end_batch(tokens)
         else:
-            self._do(partial(self._plan_draft, tokens, hidden_states=hidden_states))
+            self._do(partial(self._plan_draft, tokens, hidden_states))
         self._add_schedule(start_s)
+
+    def _before_layer(self, block: Block) -> None:
+        """The decoding thread computes this MoE block of the target next."""
+        if not self.active or block.phase not in (Phase.VERIFY, Phase.DECODE):
+            return
+        if self.on_demand is not None and block.ids is not None:
+            self.on_demand.load(block.layer, np.unique(block.ids[block.ids >= 0]))
+        if self.driver.plans_layers:
+            predictor = self._gate_predictor
+            self.driver.push_layer(block.layer, None if predictor is None else predictor.predict(block))
 
     def after_verification(
         self, counts: Counts, batch: Sequence[int], record: StepRecord, order: NDArray[np.intp] | None = None
@@ -263,7 +326,7 @@ class PlacementManager:
         record.tokens is known, the target's own. order: of several texts (`share`), the places in the batch, those that
         became text first; of the next batch the texts' own tokens are known if there were no drafts.
         """
-        if not self._first.attached:
+        if not self.first.attached:
             if self.governor is not None:  # it switched the cache off, whose slots are still on the device
                 self._give_back()
             return
@@ -294,7 +357,7 @@ class PlacementManager:
 
     def _do(self, call: Callable[[], object]) -> None:
         """Runs `call` in the planning thread; counts the time, unless it is for a prompt."""
-        self._planning.submit(partial(self._first.time_plan, call) if self._in_step else call)
+        self._planning.submit(partial(self.first.time_plan, call) if self._in_step else call)
 
     def _observe_and_plan(self, observations: Sequence[Observation], tokens: Sequence[int]) -> None:
         for tier in self._others:
@@ -303,7 +366,7 @@ class PlacementManager:
             tier.driver.push()
         if not self.active and self._others:
             return
-        self._first.observe(observations, tokens)
+        self.first.observe(observations, tokens)
         for observation in observations:
             if not observation.prefill and observation.ids is not None:
                 for predictor in self._predictors:
@@ -312,17 +375,9 @@ class PlacementManager:
             self.draft_prefetch.begin_batch()
         self.driver.push()
 
-    def _plan_draft(
-        self,
-        tokens: Sequence[int],
-        prediction: ExpertPrediction | None = None,
-        layers: slice | None = None,
-        hidden_states: NDArray[np.float32] | None = None,
-    ) -> int:
-        """Plans for a batch whose tokens are known, and pushes the plan; the number of uploads."""
-        plan = self.driver.plan_draft(tokens, prediction, hidden_states, layers=layers)
+    def _plan_draft(self, tokens: Sequence[int], hidden_states: NDArray[np.float32] | None) -> None:
+        self.driver.plan_draft(tokens, hidden_states=hidden_states)
         self.driver.push()
-        return len(plan.uploads)
 
     # statistics, warnings, end
 
@@ -330,7 +385,7 @@ class PlacementManager:
         """Counts the time since `start_s` as scheduling, unless it was for a prompt."""
         if self._in_step:
             seconds = time.perf_counter() - start_s
-            self._first.add(schedule_s=seconds, decode_s=seconds)
+            self.first.add(schedule_s=seconds, decode_s=seconds)
 
     @property
     def predicted_share(self) -> float | None:
@@ -340,12 +395,13 @@ class PlacementManager:
     def watch_memory(self) -> None:
         """Notifies of slots in RAM that a thread has given back since the last call; also in the middle of a decode."""
         for tier in self.tiers:
-            self._report(tier.news())
+            if tier.slots is not None:
+                self._report(tier.slots.check())
 
     def _give_back(self) -> None:
         """Gives slots of the first tier back where its memory runs short."""
         self.wait()
-        notifications = self._first.give_back(streams_prompts=not self._op_offload and not self._others)
+        notifications = self.first.give_back(streams_prompts=not self._op_offload and not self._others)
         if notifications and self.on_demand is not None:
             self.on_demand.resize()
         self._report(notifications)
@@ -362,19 +418,13 @@ class PlacementManager:
                 tier.store.drain(timeout_s, _IN_FLIGHT_TIMEOUT_S)
 
     def stats(self) -> PlacementStats:
-        """All figures since the session began."""
         self.wait()
         pushed, others = self.driver.pushed, [tier.stats() for tier in self._others]
-        return self._first.stats(
+        return self.first.stats(
             tau=() if pushed is None else tuple(pushed.tau[self._cached_layers].tolist()),
-            lookahead=self._first.lookahead,
             ram=others[0] if others else None,
             choice=None if self.governor is None else self.governor.choice,
         )
-
-    def device_memory(self) -> tuple[int, int] | None:
-        """Used and total bytes of the entire device of the first tier; None where unknown."""
-        return self._first.memory()
 
     def close(self) -> None:
         """Ends the mover and frees the tiers' memory; must come before the target's context is freed."""

@@ -38,7 +38,6 @@ class CacheStore:
 
 
 def cache_shape(cache: ExpertCache) -> CacheShape:
-    """The slots of an open cache."""
     group, capacity, _ = cache.groups()
     return CacheShape(cache.info.n_layers, cache.info.n_experts, group, capacity)
 

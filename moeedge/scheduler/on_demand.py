@@ -6,42 +6,18 @@ and compute on the device alone; the engine can do that, too, for comparisons.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.experts import Residency
-from moeedge.native import Block
-from moeedge.native.abi import Phase
 from moeedge.native.cache import ExpertCache
 from moeedge.policies.base import CacheShape, ExpertPrediction, Plan
 from moeedge.policies.planner import even_shares, predicted_counts
-from moeedge.scheduler.driver import StepDriver
 from moeedge.scheduler.native_io import cache_shape
-from moeedge.scheduler.prediction import NextGatePredictor
 
 _TIMEOUT_S = 10.0  # for the experts that a layer waits for; the CPU computes those that have not arrived by then
-_DECODING = (Phase.VERIFY, Phase.DECODE)
-
-
-@dataclass(eq=False)
-class LayerHook:
-    """Called by the decoding thread before each MoE block of the target. is_on: whether the cache can be used."""
-
-    driver: StepDriver
-    is_on: Callable[[], bool]
-    predictor: NextGatePredictor | None = None
-    loader: OnDemandLoader | None = None
-
-    def __call__(self, block: Block) -> None:
-        if not self.is_on() or block.phase not in _DECODING:
-            return
-        if self.loader is not None and block.ids is not None:
-            self.loader.load(block.layer, np.unique(block.ids[block.ids >= 0]))
-        if self.driver.plans_layers:
-            self.driver.push_layer(block.layer, self.predictor.predict(block) if self.predictor is not None else None)
 
 
 class OnDemandLoader:

@@ -24,12 +24,12 @@ from moeedge.run import Notification, Run
 from moeedge.scheduler import ram_tier
 from moeedge.scheduler.calibration import Calibration
 from moeedge.scheduler.config import PlacementConfig
-from moeedge.scheduler.manager import PlacementManager, PolicyInputs
+from moeedge.scheduler.manager import PlacementManager
 from moeedge.scheduler.microbench import CONTEXT_MIN, calibrate
 from moeedge.scheduler.prediction import DraftRouterPredictor, NextGatePredictor, open_draft_predictor
 from moeedge.scheduler.sizing import CacheBudget, cache_budget, emulated_threads, in_host_memory, n_staging_slots
 from moeedge.scheduler.slot_memory import MemoryWatch, SlotMemory
-from moeedge.scheduler.tiers import DeviceTier, MakePolicy, RamTier, Tier
+from moeedge.scheduler.tiers import MakePolicy, Tier
 from moeedge.units import format_bytes
 
 _Predictor = TypeVar("_Predictor", NextGatePredictor, DraftRouterPredictor)
@@ -74,7 +74,9 @@ class Opening:
         with ExitStack() as stack:
             tier, opening, aside = None, self, self
             if self.in_ram is not None:
-                aside = self._for_ram(Run() if has_device else self.run)
+                policy = self.in_ram.policy if self.in_ram.policy in ram_tier.POLICIES else "lfu"
+                in_ram = replace(self.in_ram, policy=policy)
+                aside = replace(self, config=in_ram, run=Run() if has_device else self.run)
                 tier = aside._open_ram()
             if tier is not None:
                 stack.callback(tier.close)
@@ -96,13 +98,7 @@ class Opening:
                 stack.pop_all()
             return manager, calibration
 
-    def _for_ram(self, run: Run) -> Opening:
-        """The same of the experts in RAM alone."""
-        assert self.in_ram is not None
-        policy = self.in_ram.policy if self.in_ram.policy in ram_tier.POLICIES else "lfu"
-        return replace(self, config=replace(self.in_ram, policy=policy), run=run)
-
-    def _open_ram(self) -> RamTier | None:
+    def _open_ram(self) -> Tier | None:
         """Experts in RAM, those first that earlier runs used most; None where there is no room."""
         target, run, model, reading = self.target, self.run, self.target.model, devices.host_memory()
         assert model.dense is not None  # loaded for this
@@ -116,19 +112,17 @@ class Opening:
             return None
         with ExitStack() as stack:
             stack.enter_context(cache)
-            run.notes.extend(ram_tier.describe(cache, target, self.config.policy))
+            ram_tier.describe(cache, target, self.config.policy, run)
             ram_tier.use_measured_readers(cache, target, run)
             kept = ram_tier.warm_start(cache, target, run) if self.config.warm_start else None
             watch = MemoryWatch(default_reserve(total_bytes), devices.host_memory)
             slots = SlotMemory(cache, model.path, len(model.host_expert_layers), watch)
             stack.callback(slots.close)  # its thread ends before the cache
-            tier = RamTier(cache, self._policy_maker(None), model, slots, kept)
+            tier = Tier(cache, self._policy_maker(None), model, slots=slots, kept=kept)
             stack.pop_all()
         return tier
 
-    def _use_device(
-        self, cache: ExpertCache, ram: RamTier | None
-    ) -> tuple[PlacementManager | None, Calibration | None]:
+    def _use_device(self, cache: ExpertCache, ram: Tier | None) -> tuple[PlacementManager | None, Calibration | None]:
         """The placement in the open cache, None where it does not pay, and what was measured for it."""
         config, calibration = self.config, None
         postpones = config.calibrate and config.calibrate_later
@@ -138,7 +132,7 @@ class Opening:
         else:
             cache.set_readers(_TIER_READERS)
         postpones = postpones and calibration is None and self.target.n_ctx >= CONTEXT_MIN
-        self.run.notes.extend(_describe_placement(config, self.device, self.target, cache))
+        self._describe_placement(cache)
         if config.device_path is not None:
             cache.set_device_path(config.device_path)
         if calibration is None:
@@ -149,7 +143,8 @@ class Opening:
             return None, calibration
         # when memory of the device runs short, the cache gets fewer slots, unless the user gave its size
         watched = self.device.kind == "gpu" and not config.has_size
-        tier = DeviceTier(self.device, cache, self._policy_maker(calibration), self.target.model, watched=watched)
+        make = self._policy_maker(calibration)
+        tier = Tier(cache, make, self.target.model, device=self.device, watched=watched)
         manager = self._make_manager([tier, *([ram] if ram is not None else [])])
         if postpones:
             manager.postponed = partial(self._measure_now, manager)
@@ -289,9 +284,14 @@ class Opening:
         usual = _TRANSFER_EXPERTS if policy.execution_model.batched_io else 0
         tiers[0].cache.set_batch(usual if execution.batch is None else execution.batch)
         keeps_states = self._keeps_hidden_states(policy)
-        inputs = PolicyInputs(gate_predictor, draft_predictor, router_scores, keeps_hidden_states=keeps_states)
-        manager = PlacementManager(tiers, self.config, target, inputs)
-        if target.n_parallel > 1 and manager.reads_draft:
+        manager = PlacementManager(
+            *(tiers, self.config, target),
+            gate_predictor=gate_predictor,
+            draft_predictor=draft_predictor,
+            router_scores=router_scores,
+            keeps_hidden_states=keeps_states,
+        )
+        if target.n_parallel > 1 and (keeps_states or draft_predictor is not None):
             text = f"For several texts in a batch the policy {policy.name} plans"
             self.run.warn(f"{text} without what the draft computes.")
         if manager.layer_hook is not None:
@@ -302,6 +302,23 @@ class Opening:
         if manager.draft_prefetch is not None and execution.drafting == "vanilla" and draft is not None:
             _capture(draft).set_hook(manager.draft_prefetch.before_draft_layer)
         return manager
+
+    def _describe_placement(self, cache: ExpertCache) -> None:
+        """Tells the user where the experts are, and by which policy."""
+        config, model, label = self.config, self.target.model, self.device.label
+        ignored = ignored_ablations(config.policy, config.ablations)
+        ablated = "".join(f", {name}" for name in sorted(config.ablations - set(ignored)))
+        n_slots, n_all = cache.info.n_slots, model.info.n_expert_layers * model.info.n_experts
+        slots = f"{n_slots:,} of {n_all:,} ({n_slots / n_all:.1%}, {format_bytes(cache.info.pool_bytes)})"
+        self.run.note(f"Experts are cached on {label}: {slots}, policy {config.policy}{ablated}.")
+        if pinned_bytes := cache.info.pinned_bytes:
+            size = format_bytes(pinned_bytes)
+            self.run.warn(f"{label} reads the other experts from the file's pages: {size} stay in RAM (--no-pin: not).")
+        if model.storage == "mapped":
+            text = "The model is larger than the free memory: its other experts stay as they are in the file"
+            self.run.warn(f"{text}, and the CPU computes those slower than repacked ones.")
+        if ignored:
+            self.run.warn(f"--ablate {', '.join(ignored)} changes nothing about the policy {config.policy}.")
 
     def _predictor(self, policy: Policy, make: Callable[[], _Predictor], predicted: str) -> _Predictor | None:
         """The predictor that `make` returns; None, with a note, where it raises ModelFileError."""
@@ -356,26 +373,3 @@ def _describe_unmeasured(target: Context, *, has_tier: bool, postpones: bool) ->
 def _has_room_to_pin(tensors: list[ExpertTensor]) -> bool:
     """Whether RAM has room for the experts, which then cannot be evicted, and an eighth is left to other programs."""
     return fits(expert_bytes(tensors) + total_memory() // 8)
-
-
-def _describe_placement(
-    config: PlacementConfig, device: ResolvedDevice, target: Context, cache: ExpertCache
-) -> list[str]:
-    info = target.model.info
-    ignored = ignored_ablations(config.policy, config.ablations)
-    ablated = "".join(f", {name}" for name in sorted(config.ablations - set(ignored)))
-    n_slots, n_all = cache.info.n_slots, info.n_expert_layers * info.n_experts
-    slots = f"{n_slots:,} of {n_all:,} ({n_slots / n_all:.1%}, {format_bytes(cache.info.pool_bytes)})"
-    sentence = f"Experts are cached on {device.label}: {slots}, policy {config.policy}{ablated}."
-    notes: list[str] = [Notification(sentence)]
-    if pinned_bytes := cache.info.pinned_bytes:
-        size = format_bytes(pinned_bytes)
-        notes.append(
-            f"{device.label} reads the other experts from the file's pages: {size} stay in RAM (--no-pin: not)."
-        )
-    if target.model.storage == "mapped":
-        text = "The model is larger than the free memory: its other experts stay as they are in the file"
-        notes.append(f"{text}, and the CPU computes those slower than repacked ones.")
-    if ignored:
-        notes.append(f"--ablate {', '.join(ignored)} changes nothing about the policy {config.policy}.")
-    return notes

@@ -22,7 +22,9 @@ from moeedge.llama.model import Model
 from moeedge.llama.routers import Routers, read_norms
 from moeedge.native import ActivationCapture, Block, CaptureFlags
 from moeedge.native.abi import Phase
+from moeedge.native.cache import ExpertCache
 from moeedge.policies.base import ExpertPrediction
+from moeedge.scheduler.driver import StepDriver
 
 _MAX_TOKENS = 65  # of a batch (EngineConfig.gamma)
 _N_LAYERS_AHEAD = 3  # that the next-gate predictor looks at
@@ -172,23 +174,19 @@ class NextGatePredictor:
         self._predicted = None
 
 
-# plans for these tokens by the prediction, starts the transfers (of these layers, None: all) and returns their number
-PlanAhead = Callable[[Sequence[int], ExpertPrediction | None, slice | None], int]
-
-
 @dataclass(eq=False)
 class DraftPrefetch:
     """Plans and moves experts between two verifications.
 
     In SP-MoE's way (section 3.3) the plan is made anew after each draft token, and drafting never waits. vanilla: in
     AdapMoE's way, SP-MoE's baseline, each draft layer's experts are requested when the layer is computed, and the next
-    layer waits until they have arrived. wait: returns when what was pushed has arrived, or after so many seconds.
-    is_on: whether the cache can be used. plans, stops: since the session began, and how often drafting waited.
+    layer waits until they have arrived in the cache. is_on: whether that can be used. plans, stops: since the session
+    began, and how often drafting waited.
     """
 
     predictor: DraftRouterPredictor
-    plan_ahead: PlanAhead
-    wait: Callable[[float], object]
+    driver: StepDriver
+    cache: ExpertCache
     is_on: Callable[[], object]
     vanilla: bool
     plans: int = 0
@@ -228,12 +226,14 @@ class DraftPrefetch:
 
     def _plan(self, tokens: Sequence[int], layers: slice | None) -> int:
         self.plans += 1
-        return self.plan_ahead(tokens, self.predictor.prediction, layers)
+        plan = self.driver.plan_draft(tokens, self.predictor.prediction, layers=layers)
+        self.driver.push()
+        return len(plan.uploads)
 
     def _wait_for_transfers(self) -> None:
         if self._has_pushed:
             self._has_pushed = False
-            self.wait(_TIMEOUT_S)
+            self.cache.drain(_TIMEOUT_S)
             self.stops += 1
 
 

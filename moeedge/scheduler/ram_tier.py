@@ -5,7 +5,7 @@ Activations are kept between runs: the experts used most are loaded first at the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -18,8 +18,8 @@ from moeedge.llama.context import Context
 from moeedge.llama.dense_weights import DenseWeights
 from moeedge.native.cache import ExpertCache
 from moeedge.policies.base import CacheShape, Observation
-from moeedge.run import Level, Notification, Run
-from moeedge.scheduler.calibration import measurement_file, parse_measurement, write_measurement
+from moeedge.run import Level, Run
+from moeedge.scheduler.calibration import UNKEPT, measurement_file, parse_measurement, write_measurement
 from moeedge.scheduler.disk import read_kept
 from moeedge.scheduler.native_io import CacheStore, cache_shape
 from moeedge.units import format_bytes
@@ -37,30 +37,20 @@ class EarlierRuns:
     file: str
 
 
-@dataclass(frozen=True, eq=False)
-class _Counts:
-    """The file's content."""
-
-    SCHEMA: ClassVar[int] = 1
-
-    n_tokens: float
-    counts: NDArray[np.float64]  # [n_layers, n_experts]
-
-    def __post_init__(self) -> None:
-        require(np.isfinite(self.counts).all() and (self.counts >= 0).all() and self.n_tokens >= 0, "no activations")
-
-
 @dataclass(eq=False)
 class KeptActivations:
     """Counts of one model's experts over all runs on this machine."""
 
+    SCHEMA: ClassVar[int] = 1
+
     counts: NDArray[np.float64]  # [n_layers, n_experts], activations; those of earlier runs weigh less
     n_tokens: float  # that they are of
-    file: Path | None  # None: there is no cache folder
-    kept_at_s: float = 0.0  # end of the newest earlier run, in seconds since 1970
-    n_first: int = 0  # experts that this run loaded first
+    file: Path | None = field(default=None, metadata=UNKEPT)  # None: there is no cache folder
+    kept_at_s: float = field(default=0.0, metadata=UNKEPT)  # end of the newest earlier run, in seconds since 1970
+    n_first: int = field(default=0, metadata=UNKEPT)  # experts that this run loaded first
 
     def __post_init__(self) -> None:
+        require(np.isfinite(self.counts).all() and (self.counts >= 0).all() and self.n_tokens >= 0, "no activations")
         self._earlier_tokens = self.n_tokens
 
     @classmethod
@@ -73,8 +63,8 @@ class KeptActivations:
                 "model_bytes": model.stat().st_size,
                 "header": file_sha256(model, HEADER_BYTES),
             }
-            file = measurement_file(f"{model.name}-activations", {"activations": _Counts.SCHEMA, **identity})
-            earlier = parse_measurement(_Counts, file.read_text(encoding="utf-8"))
+            file = measurement_file(f"{model.name}-activations", {"activations": cls.SCHEMA, **identity})
+            earlier = parse_measurement(cls, file.read_text(encoding="utf-8"))
             require(earlier.counts.shape == empty.shape, "these are not the activations of this model")
             return cls(earlier.counts * _KEPT, earlier.n_tokens * _KEPT, file, file.stat().st_mtime)
         except (OSError, ValueError):
@@ -106,7 +96,8 @@ class KeptActivations:
     def save(self) -> None:
         """Keeps the counts for the next run. Raises OSError where they cannot be written."""
         if self.file is not None and self.n_tokens != self._earlier_tokens:  # something was used
-            write_measurement(self.file, _Counts(round(self.n_tokens, 1), np.round(self.counts, 1)))
+            rounded = replace(self, counts=np.round(self.counts, 1), n_tokens=round(self.n_tokens, 1))
+            write_measurement(self.file, rounded)
 
 
 # slots in one tensor, about: llama.cpp's CPU kernel for experts looks at every one of them in each matrix product
@@ -129,15 +120,16 @@ def free_for_slots(free_bytes: int, dense: DenseWeights) -> int:
     return max(0, free_bytes - max(0, dense.host_bytes - max(dense.own_bytes, dense.locked_bytes)))
 
 
-def describe(cache: ExpertCache, target: Context, policy: str) -> list[str]:
-    """Sentences for the user: where the experts are."""
+def describe(cache: ExpertCache, target: Context, policy: str, run: Run) -> None:
+    """Tells the user where the experts and the other weights are."""
     info, dense, slots = target.model.info, target.model.dense, cache.info.n_slots
     assert dense is not None  # loaded for this
     n_all = info.n_expert_layers * info.n_experts
     experts = f"The experts of {target.model.path.name} ({format_bytes(info.size_bytes)}) are loaded from it as needed,"
     experts += f" into {format_bytes(cache.info.pool_bytes)} of RAM: {slots:,} of {n_all:,} fit ({slots / n_all:.1%}),"
     experts += f" policy {policy}."
-    return [Notification(experts, Level.NOTICE), Notification(describe_dense(dense), Level.NOTICE)]
+    run.note(experts, Level.NOTICE)
+    run.note(describe_dense(dense), Level.NOTICE)
 
 
 def describe_dense(dense: DenseWeights) -> str:

@@ -110,16 +110,20 @@ class DraftStop:
     """Ends the draft of one step: a source asks `keeps` before it draws a token, and `goes_on` after it.
 
     gain: of the step; None: the draft has a fixed length. chances: of a draft by the bin of its confidence, [N_BINS].
+    minimum: confidence below which a draft ends in any case (--draft-p-min).
     """
 
     def __init__(self, gain: ExpectedGain | None = None, chances: Sequence[float] | None = None) -> None:
         self._gain = gain
         self._chances = [1.0] * N_BINS if chances is None else chances
+        self.minimum = 0.0
         self._n_kept = 0
         self._chance = 1.0  # that all that were kept are accepted
 
     def keeps(self, confidence: float) -> bool:
         """Whether the next draft, of this confidence, is drawn; otherwise those before it are all."""
+        if confidence < self.minimum:
+            return False
         if self._gain is None:
             return True
         chance = self._chance * self._chances[confidence_bin(confidence)]
@@ -131,18 +135,3 @@ class DraftStop:
     def goes_on(self) -> bool:
         """Whether another draft is computed after the one that was kept last."""
         return self._gain is None or self._gain.of_more(self._n_kept, self._chance) > 0
-
-
-class ConfidentDrafts(DraftStop):
-    """Ends a draft before a token whose confidence is below `minimum` (--draft-p-min), or where `inner` ends it."""
-
-    def __init__(self, minimum: float, inner: DraftStop | None = None) -> None:
-        super().__init__()
-        self._minimum = minimum
-        self._inner = inner or DraftStop()
-
-    def keeps(self, confidence: float) -> bool:
-        return confidence >= self._minimum and self._inner.keeps(confidence)
-
-    def goes_on(self) -> bool:
-        return self._inner.goes_on()

@@ -10,23 +10,23 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import Enum
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.errors import MoeedgeError
 from moeedge.hardware import devices, rpc
-from moeedge.hardware.devices import ResolvedDevice, VramReading, host_memory
+from moeedge.hardware.devices import ResolvedDevice, host_memory
 from moeedge.llama.context import Context
 from moeedge.llama.model import Model
 from moeedge.native.cache import CacheStats, ExpertCache
 from moeedge.native.sensor import Sensor
-from moeedge.policies.base import CacheShape, LookaheadStatus, Observation, Plan, Policy
+from moeedge.policies.base import CacheShape, Observation, Plan, Policy
 from moeedge.run import Level, Notification
 from moeedge.scheduler.driver import StepDriver
 from moeedge.scheduler.native_io import CacheStore, cache_shape
-from moeedge.scheduler.ram_tier import EarlierRuns, KeptActivations
+from moeedge.scheduler.ram_tier import KeptActivations
 from moeedge.scheduler.sizing import reserve_bytes
 from moeedge.scheduler.slot_memory import MemoryWatch, SlotMemory, slots_of
 from moeedge.scheduler.stats import PlacementStats, StepRecord
@@ -47,30 +47,48 @@ class TierState(Enum):
 class Tier:
     """An expert cache of a context, the policy that fills it, and the figures of both.
 
-    make: the policy for slots. loads_misses: an absent expert is loaded into it when a computation needs it.
+    make: the policy for slots. device: the policy uploads experts to it; None: RAM, where an absent expert is loaded
+    when it is needed, for the resident one that the policy expects least of. watched: slots on the device are given
+    back where its memory runs short. slots: gives slots in RAM back. kept: gets the activations of this run; None: they
+    are not kept.
     """
 
-    loads_misses: ClassVar[bool] = False
-
-    def __init__(self, label: str, cache: ExpertCache, make: MakePolicy, model: Model) -> None:
-        self.label, self.cache = label, cache
-        self.attached = self.has_fallen_back = False
+    def __init__(
+        self,
+        cache: ExpertCache,
+        make: MakePolicy,
+        model: Model,
+        *,
+        device: ResolvedDevice | None = None,
+        watched: bool = False,
+        slots: SlotMemory | None = None,
+        kept: KeptActivations | None = None,
+    ) -> None:
+        self.label = "RAM" if device is None else device.label
+        self.cache, self.device, self.slots, self.kept = cache, device, slots, kept
+        self.attached = self.has_fallen_back = self._lost = self._warned_unknown = False
+        self.watch: MemoryWatch | None = None
+        if device is not None and watched:
+            self.watch = MemoryWatch(reserve_bytes(device, device.total_bytes), partial(devices.read_memory, device))
         self._make = make
         self._n_layers = len(model.host_expert_layers)
         self._n_all = model.info.n_expert_layers * model.info.n_experts
         self._n_slots_opened = cache.info.n_slots
         self._sums = {"steps": 0, "tokens": 0, "schedule_s": 0.0, "plan_s": 0.0, "draft_s": 0.0, "decode_s": 0.0}
         self._start = PlacementStats(**vars(cache.stats()))
-        self.store = self._new_store()
+        # [n_layers, n_experts], experts that a faster tier holds; None: there is none in use
+        self.held_above: NDArray[np.bool_] | None = None
+        self.store = CacheStore(cache) if device is not None else RamStore(self)
         self.driver = StepDriver(make(cache_shape(cache)), self.store)
 
-    def _new_store(self) -> CacheStore:
-        return CacheStore(self.cache)
+    @property
+    def loads_misses(self) -> bool:
+        return self.device is None
 
     @property
     def lost(self) -> bool:
         """Whether experts can no longer be computed from its slots."""
-        raise NotImplementedError
+        return self.slots.lost if self.slots is not None else self._lost or self.has_fallen_back
 
     @property
     def state(self) -> TierState:
@@ -94,21 +112,6 @@ class Tier:
     def cache_ratio(self) -> float:
         return self.cache.info.n_slots / self._n_all
 
-    @property
-    def lookahead(self) -> LookaheadStatus | None:
-        """Whether experts are predicted from the drafts; None where nothing is uploaded ahead."""
-        return self.driver.policy.lookahead
-
-    @property
-    def waited_s(self) -> float:
-        """How long computations have waited for experts from the file so far."""
-        return 0.0
-
-    @property
-    def earlier_runs(self) -> EarlierRuns | None:
-        """The activations of earlier runs, which it began with."""
-        return None
-
     def use(self, make: MakePolicy) -> None:
         """Goes on with a fresh policy of that kind; no decode may run."""
         self._make = make
@@ -128,39 +131,76 @@ class Tier:
         self.has_fallen_back, self.driver.pending = True, None
 
     def follow(self, target: Context) -> None:
-        """`target` took the place of the context that failed."""
+        """Lets the context in the failed one's place compute from slots in RAM, as an LRU: no policy observes it."""
+        if self.loads_misses and target.sensor is not None:
+            self.cache.detach()
+            self.cache.set_utilities(np.zeros((self.cache.info.n_layers, self.cache.info.n_experts), dtype=np.float32))
+            self.cache.attach(target.sensor)
 
     def observe(
         self, observations: Sequence[Observation], tokens: Sequence[int], held_above: NDArray[np.bool_] | None = None
     ) -> None:
-        """Shows the policy what was activated, and plans as StepDriver.plan_next.
-
-        held_above: bool [n_layers, n_experts], experts that a faster tier holds; None: there is none in use.
-        """
+        """Shows the policy what was activated, and plans as StepDriver.plan_next."""
         for observation in observations:
+            if self.kept is not None:
+                self.kept.add(observation)
             self.driver.observe(observation)
         self.driver.plan_next(tokens)
+        self.held_above = held_above
 
     # memory and trouble
 
-    def news(self) -> Sequence[Notification]:
-        """What has happened to the slots since the last call; also in the middle of a decode."""
-        return ()
+    def check(self) -> list[Notification]:
+        """What has happened to slots in RAM; once that the device is lost, or blocks of this model not understood."""
+        if self.slots is not None:
+            return self.slots.check()
+        (lost, n_unknown), texts = self.cache.trouble(), list[str]()
+        if lost and not self.lost:
+            self._lost, self.driver.pending = True, None
+            if self.device is not None and self.device.kind == "rpc":
+                rpc.mark_lost(self.device.endpoint)
+            texts.append(f"The device {self.label} is lost: the CPU computes all experts from here on.")
+        if n_unknown and not self._warned_unknown and self.active:
+            self._warned_unknown = True
+            text = "The CPU computes some layers' experts although the device holds them: moeedge does not recognise"
+            texts.append(f"{text} how these layers compute, or the device cannot compute them or has no memory for it.")
+        return [Notification(text, Level.WARNING) for text in texts]
 
-    def check(self) -> Sequence[Notification]:
-        """As `news`, with what shows between two decodes."""
-        return self.news()
+    def give_back(self, *, streams_prompts: bool) -> list[Notification]:
+        """Gives a device's slots back where memory is short; no decode may run. streams_prompts: prompts need them."""
+        before = self.cache.info.n_slots
+        if self.watch is None or self.lost or not before or not (missing_bytes := self.watch.missing_bytes()):
+            return []
+        self.resize(before - slots_of(self.cache, missing_bytes))  # staging slots stay
+        now, free = self.cache.info.n_slots, format_bytes(self.watch.free_bytes)
+        if now == before:
+            return []
+        off = "is off: the CPU computes all experts from here on"
+        effect = f"now holds {now:,} experts instead of {before:,}" if now else off
+        text = f"{self.label} has only {free} of free memory left: the expert cache {effect}."
+        if not now and streams_prompts:  # the context was made for it
+            text += " Prompts are slower, too, until the next start."
+        return [Notification(text, Level.WARNING)]
 
-    def give_back(self, *, streams_prompts: bool) -> Sequence[Notification]:
-        """Gives slots back where memory runs short; no decode may run. streams_prompts: prompts are slower without."""
-        return ()
-
-    def make_room(self, n_bytes: int) -> None:
-        """Gives slots in RAM back, so that so much memory can be allocated."""
+    def resize(self, n_slots: int) -> None:
+        """Opens the cache again, empty, with about so many slots (none below one per layer); no decode may run."""
+        n_experts = self._n_layers * self.cache.info.n_experts
+        self.cache.resize(n_slots / n_experts if n_slots >= self._n_layers else 0.0)
+        self.use(self._make)
 
     def memory(self) -> tuple[int, int] | None:
         """Used and total bytes of the entire device, or of this machine; None where unknown."""
-        raise NotImplementedError
+        if self.lost:
+            return None
+        with suppress(MoeedgeError):  # a driver that stopped answering must not end an answer
+            info, reading = self.cache.info, None
+            if self.device is None:
+                reading = host_memory()
+            else:
+                filled_bytes = info.pool_bytes * self.cache.stats().slots_used // max(1, info.n_slots)
+                reading = devices.read_memory(self.device, pool_bytes=info.pool_bytes, filled_bytes=filled_bytes)
+            return None if reading is None else (reading.used_bytes, reading.total_bytes)
+        return None
 
     # figures
 
@@ -192,17 +232,25 @@ class Tier:
             **{"device": self.label, "policy": self.driver.policy.name, "lost": self.lost},
             **{"slots_total": info.n_slots, "pool_bytes": info.pool_bytes, "cache_ratio": self.cache_ratio},
             **{"n_layers": self._n_layers, "vram_used_bytes": used_bytes, "vram_total_bytes": total_bytes},
+            "lookahead": None if self.loads_misses else self.driver.policy.lookahead,  # nothing is uploaded ahead
         }
         return PlacementStats(**values | gauges | self._sums) - self._start
 
     # end
 
     def stop(self) -> None:
-        """Ends what changes the slots by itself; `news` then returns what is left."""
+        """Ends what changes the slots by itself; `check` then returns what is left."""
+        if self.slots is not None:
+            self.slots.close()
 
-    def save(self) -> Sequence[Notification]:
+    def save(self) -> list[Notification]:
         """Keeps what the next run begins with."""
-        return ()
+        try:
+            if self.kept is not None:
+                self.kept.save()
+        except OSError as error:  # a full disk costs the next run its warm start
+            return [Notification(f"The use of experts is not saved for the next start: {error.strerror}.")]
+        return []
 
     def close(self) -> None:
         """Frees the slots; must come before the context is freed."""
@@ -211,157 +259,16 @@ class Tier:
         self.cache.close()
 
 
-class DeviceTier(Tier):
-    """Experts on a device, which the policy uploads. watched: slots are given back where its memory runs short."""
-
-    def __init__(
-        self, device: ResolvedDevice, cache: ExpertCache, make: MakePolicy, model: Model, *, watched: bool
-    ) -> None:
-        super().__init__(device.label, cache, make, model)
-        self.device = device
-        self.watch: MemoryWatch | None = None
-        if watched:
-            self.watch = MemoryWatch(reserve_bytes(device, device.total_bytes), partial(devices.read_memory, device))
-        self._lost = self._warned_unknown = False
-
-    @property
-    def lost(self) -> bool:
-        return self._lost or self.has_fallen_back
-
-    def check(self) -> list[Notification]:
-        """Once that the device is lost, or that blocks of this model are not understood."""
-        (lost, n_unknown), texts = self.cache.trouble(), list[str]()
-        if lost and not self.lost:
-            self._lost, self.driver.pending = True, None
-            if self.device.kind == "rpc":
-                rpc.mark_lost(self.device.endpoint)
-            texts.append(f"The device {self.label} is lost: the CPU computes all experts from here on.")
-        if n_unknown and not self._warned_unknown and self.active:
-            self._warned_unknown = True
-            text = "The CPU computes some layers' experts although the device holds them: moeedge does not recognise"
-            texts.append(f"{text} how these layers compute, or the device cannot compute them or has no memory for it.")
-        return [Notification(text, Level.WARNING) for text in texts]
-
-    def give_back(self, *, streams_prompts: bool) -> list[Notification]:
-        before = self.cache.info.n_slots
-        if self.watch is None or self.lost or not before or not (missing_bytes := self.watch.missing_bytes()):
-            return []
-        self.resize(before - slots_of(self.cache, missing_bytes))  # staging slots stay
-        now, free = self.cache.info.n_slots, format_bytes(self.watch.free_bytes)
-        if now == before:
-            return []
-        off = "is off: the CPU computes all experts from here on"
-        effect = f"now holds {now:,} experts instead of {before:,}" if now else off
-        text = f"{self.label} has only {free} of free memory left: the expert cache {effect}."
-        if not now and streams_prompts:  # the context was made for it
-            text += " Prompts are slower, too, until the next start."
-        return [Notification(text, Level.WARNING)]
-
-    def resize(self, n_slots: int) -> None:
-        """Opens the cache again, empty, with about so many slots (none below one per layer); no decode may run."""
-        n_experts = self._n_layers * self.cache.info.n_experts
-        self.cache.resize(n_slots / n_experts if n_slots >= self._n_layers else 0.0)
-        self.use(self._make)
-
-    def memory(self) -> tuple[int, int] | None:
-        if self.lost:
-            return None
-        with suppress(MoeedgeError):  # a driver that stopped answering must not end an answer
-            info = self.cache.info
-            filled_bytes = info.pool_bytes * self.cache.stats().slots_used // max(1, info.n_slots)
-            reading = devices.read_memory(self.device, pool_bytes=info.pool_bytes, filled_bytes=filled_bytes)
-            return _used_and_total(reading)
-        return None
-
-
 class RamStore(CacheStore):
     """Takes the policy's scores in place of its plans: what is used is loaded anyway, and nothing is prefetched."""
 
-    def __init__(self, cache: ExpertCache, policy: Callable[[], Policy]) -> None:
-        super().__init__(cache)
-        self._policy = policy
-        # [n_layers, n_experts], experts that a faster tier holds: they go first
-        self.held_above: NDArray[np.bool_] | None = None
+    def __init__(self, tier: Tier) -> None:
+        super().__init__(tier.cache)
+        self._tier = tier
 
     def push(self, plan: Plan) -> None:
-        """Sets by what experts are evicted until the next plan: the policy's scores."""
-        score = self._policy().score
-        if self.held_above is not None:
-            score = np.where(self.held_above, score.min() - 1, score)
+        """Sets by what experts are evicted until the next plan: the policy's scores; those held above go first."""
+        score, held_above = self._tier.driver.policy.score, self._tier.held_above
+        if held_above is not None:
+            score = np.where(held_above, score.min() - 1, score)
         self.cache.set_utilities(score)
-
-
-class RamTier(Tier):
-    """Experts in RAM. An absent one is loaded when it is needed, for the resident one that its policy expects least of.
-
-    kept: gets the activations of this run; None: they are not kept.
-    """
-
-    loads_misses = True
-
-    def __init__(
-        self, cache: ExpertCache, make: MakePolicy, model: Model, slots: SlotMemory, kept: KeptActivations | None
-    ) -> None:
-        super().__init__("RAM", cache, make, model)
-        self.slots = slots
-        self._kept = kept
-
-    def _new_store(self) -> CacheStore:
-        self._ram_store = RamStore(self.cache, lambda: self.driver.policy)
-        return self._ram_store
-
-    @property
-    def lost(self) -> bool:
-        return self.slots.lost
-
-    @property
-    def lookahead(self) -> LookaheadStatus | None:
-        return None
-
-    @property
-    def waited_s(self) -> float:
-        return self.cache.waited_s() if self.attached else 0.0
-
-    @property
-    def earlier_runs(self) -> EarlierRuns | None:
-        return self._kept.earlier_runs if self._kept is not None else None
-
-    def follow(self, target: Context) -> None:
-        """Lets `target` compute from the slots, which evict as an LRU: no policy observes it."""
-        if target.sensor is not None:
-            self.cache.detach()
-            self.cache.set_utilities(np.zeros((self.cache.info.n_layers, self.cache.info.n_experts), dtype=np.float32))
-            self.cache.attach(target.sensor)
-
-    def observe(
-        self, observations: Sequence[Observation], tokens: Sequence[int], held_above: NDArray[np.bool_] | None = None
-    ) -> None:
-        if self._kept is not None:
-            for observation in observations:
-                self._kept.add(observation)
-        super().observe(observations, tokens)
-        self._ram_store.held_above = held_above
-
-    def news(self) -> list[Notification]:
-        return self.slots.check()
-
-    def make_room(self, n_bytes: int) -> None:
-        self.slots.make_room(n_bytes)
-
-    def memory(self) -> tuple[int, int] | None:
-        return None if self.lost else _used_and_total(host_memory())
-
-    def stop(self) -> None:
-        self.slots.close()
-
-    def save(self) -> list[Notification]:
-        try:
-            if self._kept is not None:
-                self._kept.save()
-        except OSError as error:  # a full disk costs the next run its warm start
-            return [Notification(f"The use of experts is not saved for the next start: {error.strerror}.")]
-        return []
-
-
-def _used_and_total(reading: VramReading | None) -> tuple[int, int] | None:
-    return None if reading is None else (reading.used_bytes, reading.total_bytes)

@@ -337,7 +337,7 @@ def test_the_head_computes_as_llama_cpp_does_in_one_batch(tiny: TinyFactory) -> 
 @pytest.mark.parametrize("case", ["mtp-glm4moe", "chain-hy_v3", "eagle-qwen3moe"])
 def test_experts_on_a_device_are_predicted_from_the_heads_states(case: str, tiny: TinyFactory, check: Check) -> None:
     with Session.open(hybrid_config(*files(tiny, case), 0.5, gamma=4)) as session:
-        assert session.placement is not None and session.placement.reads_draft
+        assert session.placement is not None and session.placement.wants_hidden_states
         generation = session.generate(PROMPT, n_predict=40, sampling=GREEDY, ignore_eos=True)
         states = [(record.hidden_states, record.drafts) for record in generation if record.drafts]
         assert any(found is not None for found, _ in states)

@@ -17,6 +17,7 @@ from moeedge.native import CaptureFlags
 from moeedge.native.abi import Phase
 from moeedge.policies.registry import POLICIES
 from moeedge.scheduler.config import ExecutionConfig
+from moeedge.scheduler.prediction import NextGatePredictor
 from tests.lossless.conftest import PROMPT, Loaded, each_case
 from tests.support.hybrid import MANY_EXPERTS, assert_answers, greedy_answer, hybrid_config
 
@@ -111,7 +112,7 @@ def test_an_error_between_layers(loaded: Loaded) -> None:
         assert session.placement is not None and session.placement.layer_hook is not None
         greedy_answer(session, PROMPT, 4)
         with pytest.MonkeyPatch.context() as patch, pytest.raises(ArithmeticError, match="between layers"):
-            patch.setattr(session.placement.layer_hook.predictor, "predict", interrupt)
+            patch.setattr(NextGatePredictor, "predict", interrupt)
             greedy_answer(session, PROMPT, 4)
         assert_answers(session, loaded.stock, PROMPT, N_PREDICT, what="after an error")
 

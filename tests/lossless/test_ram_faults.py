@@ -27,7 +27,7 @@ from moeedge.native.abi import ReadFault
 from moeedge.native.cache import ExpertCache
 from tests.conftest import TinyFactory
 from tests.lossless.conftest import PROMPT
-from tests.support.experts import ask
+from tests.support.experts import ask, fail_reads
 from tests.support.hybrid import MANY_EXPERTS, greedy_answer
 from tests.support.hybrid_driver import churn
 from tests.support.ram_driver import decode, file_context, ram_context
@@ -55,7 +55,7 @@ def test_loads_fail_now_and_then_while_plans_change(many: Path, expected: list[n
     """A plan neither drops what a block waits for nor comes before it; every 20th read fails at first."""
     with ram_context(many, ratio) as (context, cache), churn(cache, seed=2):
         for round_number in range(6):
-            cache.set_read_faults(list(ReadFault)[round_number % 4], 20, 0.001)
+            fail_reads(cache, list(ReadFault)[round_number % 4], 20, 0.001)
             cache.set_readers(1 + round_number % 3, 4096 << round_number % 3)
             assert_equal(decode(context), expected)
         assert cache.stats().failed == 0
@@ -94,13 +94,13 @@ def test_a_disk_that_fails_ends_the_decode(many: Path, expected: list[np.ndarray
     """And the next one is right, if the disk is."""
     with ram_context(many, 0.3) as (context, cache):
         decode(context)
-        cache.set_read_faults(ReadFault.EIO, 1)
+        fail_reads(cache, ReadFault.EIO, 1)
         with pytest.raises(MoeedgeError):
             for _ in range(20):
                 decode(context)
         assert "Input/output error" in cache.reader().error
         assert cache.stats().pinned == 0
-        cache.set_read_faults(ReadFault.EIO, 0)
+        fail_reads(cache, ReadFault.EIO, 0)
         assert cache.drain(10.0)  # what was under way fails, too
         assert_equal(decode(context), expected)
 
@@ -113,7 +113,7 @@ def test_without_a_thread_that_reads_the_mapped_file_is_computed_from(
     with ram_context(many, 0.1) as (context, cache):
         for _ in range(n_before):
             assert_equal(decode(context), expected)
-        cache.set_read_faults(ReadFault.THREADS, 1)
+        fail_reads(cache, ReadFault.THREADS, 1)
         for _ in range(2):
             assert_equal(decode(context), expected)
         assert cache.trouble() == (True, 0)

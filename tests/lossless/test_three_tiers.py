@@ -37,12 +37,12 @@ from moeedge.run import Level, Notification, Run
 from moeedge.scheduler import ram_tier
 from moeedge.scheduler.manager import PlacementManager
 from moeedge.scheduler.slot_memory import LOST, MemoryWatch
-from moeedge.scheduler.tiers import RamTier, TierState
+from moeedge.scheduler.tiers import TierState
 from moeedge.ui.figures import cache_rows
 from tests.lossless.conftest import PROMPT, Loaded, each_case
 from tests.support.cases import MOE_CASES
 from tests.support.counting import DEVICE, CountingDevice
-from tests.support.experts import ask, assert_bytes, model_experts
+from tests.support.experts import ask, assert_bytes, fail_reads, model_experts
 from tests.support.hybrid import MANY_EXPERTS, RandomPlans, assert_answers, greedy_answer, hybrid_config
 from tests.support.machine import Here
 from tests.support.ram_driver import file_context
@@ -142,7 +142,7 @@ def test_a_streamed_prompt_stops_between_two_experts(many: Path, tmp_path: Path)
     """And not after all that are staged together: here all that a layer misses, about twenty."""
     with three_tiers(many, tmp_path, n_stage=2 * MANY_EXPERTS) as (context, cache, ram):
         cache.set_prefill(PrefillPath.STREAM, 16)
-        ram.set_read_faults(ReadFault.DELAY, 1, 0.1)
+        fail_reads(ram, ReadFault.DELAY, 1, 0.1)
         n_expert_bytes = int(ram.groups()[2].max()) + 3 * 8192  # each matrix is read in entire blocks
         stopped_at: list[int] = []
 
@@ -155,7 +155,7 @@ def test_a_streamed_prompt_stops_between_two_experts(many: Path, tmp_path: Path)
         with pytest.raises(Cancelled):
             context.decode(TOKENS, phase=Phase.PREFILL, run=Run(cancelled=stop))
         assert ram.reader().bytes_read - stopped_at[0] <= 2 * n_expert_bytes
-        ram.set_read_faults(ReadFault.DELAY, 0)
+        fail_reads(ram, ReadFault.DELAY, 0)
         assert_as_mapped(many, context, cache)
 
 
@@ -207,10 +207,10 @@ def test_uploads_come_from_slots_or_past_the_page_cache(many: Path, tmp_path: Pa
         assert ram.reader().bytes_read > n_read
         assert ram.stats().uploads == n_loaded, "an upload takes no slot in RAM"
         assert assert_bytes(cache, model_experts(many)) == 12
-        ram.set_read_faults(ReadFault.EIO, 1)
+        fail_reads(ram, ReadFault.EIO, 1)
         upload(absent[6:8])
         assert cache.stats().failed == 2
-        ram.set_read_faults(ReadFault.EIO, 0)
+        fail_reads(ram, ReadFault.EIO, 0)
 
 
 def test_either_cache_leaves_alone(many: Path, tmp_path: Path) -> None:
@@ -303,7 +303,7 @@ def test_detaching_and_short_memory(
         n_used, n_blocks = ram.stats().slots_used, ram.stats().blocks
         assert n_used > 8 and n_blocks > 0 and manager.loads_on_demand
         tier = manager.tiers[-1]
-        assert isinstance(tier, RamTier) and tier.cache is ram
+        assert tier.slots is not None and tier.cache is ram
         memory = tier.slots
         memory._stop.set()
         for missing_bytes in (4 * 1000, 1 << 50):
@@ -336,7 +336,7 @@ def test_a_lost_cache_in_ram_is_reported_once(
     notes: list[Notification] = []
     with opened(tier_config(many, device=DEVICE)) as (session, manager, ram):
         session.run.show = notes.append
-        ram.set_read_faults(ReadFault.THREADS, 1)
+        fail_reads(ram, ReadFault.THREADS, 1)
         assert_answers(session, stock, PROMPT, 12, 2)
         assert notes.count(LOST) == 1
         assert not manager.loads_on_demand and manager.active and session.model.uses_gpu
@@ -382,7 +382,7 @@ def test_a_gpu_that_fails_gets_room_from_full_slots(
     ram_bytes = expert_bytes(expert_tensors(copied)[0])
     with opened(tier_config(copied, device=DEVICE, ram=ram_bytes)) as (session, manager, ram):
         tier = manager.tiers[1]
-        assert isinstance(tier, RamTier)
+        assert tier.slots is not None
         memory = tier.slots
         memory._stop.set()
         greedy_answer(session, PROMPT, 24)
@@ -400,7 +400,7 @@ def test_a_gpu_that_fails_gets_room_from_full_slots(
         assert dense is not None and room[0] > dense.n_bytes
         n_left = ram.info.n_slots
         assert 0 < n_left <= max(3, n_used - room[0] // slot_bytes)
-        assert session.placement is manager and tier.cache is ram and manager.state is TierState.FALLEN_BACK
+        assert session.placement is manager and tier.cache is ram and manager.first.state is TierState.FALLEN_BACK
         free[0] = 1 << 40
         monkeypatch.setattr(memory.watch, "take_spare_bytes", lambda: 1 << 40)
         memory.update()

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import importlib.metadata
-import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,11 +15,10 @@ from moeedge import native
 from moeedge.errors import BackendError, VersionMismatchError
 from moeedge.llama import library as engine_library
 from tests.conftest import TinyFactory
+from tests.native.conftest import printed
 from tests.support.cases import ATTENTION_CASES, SLOW_CASES, case_model
 from tests.support.commands import run
 from tests.support.stock import StockContext, transcript
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_attach_twice_registers_one_device() -> None:
@@ -78,10 +75,7 @@ def test_another_ggml_is_rejected(tmp_path: Path) -> None:
     other = tmp_path / "libother.so"
     source = b'const char * ggml_version(void) { return "9.9.9"; }'
     subprocess.run(["cc", "-shared", "-fPIC", "-o", str(other), "-x", "c", "-"], input=source, check=True)
-    environment = os.environ | {"LD_PRELOAD": str(other), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", ATTACH]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
-    message, entry = result.stdout.splitlines()
+    message, entry = printed("-c", ATTACH, LD_PRELOAD=str(other)).splitlines()
     assert "compiled for ggml" in message
     assert entry == "None"
 
@@ -115,9 +109,7 @@ def test_stock_program_loads_us_by_environment(tiny: TinyFactory, tmp_path: Path
     results = []
     for module in ("tests.support.stock", "tests.support.plugin_host"):
         out = tmp_path / f"{module}.npz"
-        environment = os.environ | {"GGML_BACKEND_PATH": str(native.library_path())}
-        command = [sys.executable, "-m", module, str(out), "1", *map(str, paths)]
-        subprocess.run(command, env=environment, check=True, cwd=ROOT, timeout=120)
+        printed("-m", module, out, 1, *paths, GGML_BACKEND_PATH=str(native.library_path()))
         with np.load(out) as rows:
             results.append(dict(rows))
     stock, ours = results
@@ -147,7 +139,7 @@ def test_amx_kernels_of_llama_cpp_that_fail_are_off(tiny: TinyFactory) -> None:
         "from tests.support.stock import StockContext\n"
         "with StockContext(Path(sys.argv[1]), n_threads=2) as stock: stock.decode(list(range(40, 72)))"
     )
-    subprocess.run([sys.executable, "-c", program, str(path)], check=True, cwd=ROOT, timeout=60)
+    printed("-c", program, path)
     found = []
     for repack in (True, False):
         with StockContext(path, repack=repack) as stock:

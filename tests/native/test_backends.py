@@ -9,7 +9,6 @@ import re
 import shutil
 import struct
 import subprocess
-import sys
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
@@ -21,9 +20,10 @@ from moeedge import native
 from moeedge.errors import BackendFileError
 from moeedge.experts import Residency
 from moeedge.native import abi, backends
+from tests.native.conftest import ROOT, printed, run_python
 from tests.support.commands import refused
 
-ROOT = Path(__file__).parents[2]
+_DEVICES = ("-m", "moeedge", "devices", "-o", "json")
 SOURCE = Path(__file__).with_name("toy_backend.c")
 HEADER = ROOT / "moeedge/native/include/moeedge.h"
 VULKAN = os.environ.get("MOEEDGE_VULKAN_BACKEND", "")
@@ -62,17 +62,10 @@ def library_named(tmp_path: Path) -> Callable[[str], str]:
     return library_named
 
 
-def _run_devices(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """`moeedge devices ARGUMENTS` in a process of its own: what a process has registered stays."""
-    command = [sys.executable, "-m", "moeedge", "devices", "-o", "json", *arguments]
-    return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, cwd=ROOT, timeout=120)
-
-
 def _devices(*arguments: str, **environment: str) -> dict[str, Any]:
-    """Its rows."""
-    result = _run_devices(*arguments, **environment)
-    assert result.returncode == 0, result.stderr
-    return {row["name"]: row for row in json.loads(result.stdout)}
+    """The rows of `moeedge devices ARGUMENTS` in a process of its own: what a process has registered stays."""
+    rows = json.loads(printed(*_DEVICES, *arguments, **environment))
+    return {row["name"]: row for row in rows}
 
 
 def _refusal(file: Path) -> BackendFileError:
@@ -110,10 +103,7 @@ def test_a_loaded_backend_is_named_by_the_function(compile_toy: Compile) -> None
         "assert found[0] is found[1]\n"
         "print(found[0].name, found[0].n_devices, [device.name for device in native.devices()])\n"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", script, str(file)], capture_output=True, text=True, cwd=ROOT, timeout=60
-    )
-    assert result.stdout == "Toy 1 ['CPU', 'Toy0']\n", result.stderr
+    assert printed("-c", script, file) == "Toy 1 ['CPU', 'Toy0']\n"
 
 
 def test_unreadable_files(tmp_path: Path) -> None:
@@ -225,7 +215,7 @@ def test_the_vulkan_backend() -> None:
     found = _devices("--backend", VULKAN, GGML_VK_VISIBLE_DEVICES="0")
     assert found["Vulkan0"]["file"] == VULKAN
     assert found["Vulkan0"]["usable"]
-    result = _run_devices("--backend", VULKAN, VK_DRIVER_FILES="/dev/null", VK_ICD_FILENAMES="/dev/null")
+    result = run_python(*_DEVICES, "--backend", VULKAN, VK_DRIVER_FILES="/dev/null", VK_ICD_FILENAMES="/dev/null")
     assert (result.returncode, result.stdout) == (2, "")
     assert "finds no Vulkan device" in result.stderr
 

@@ -185,26 +185,6 @@ def test_prompts_and_single_tokens_keep_all_experts(case: Case) -> None:
         case.budget.set_active(False)
 
 
-def test_each_layer_keeps_to_its_own_budget(case: Case) -> None:
-    info, native = case.model.info, case.budget
-    budgets = np.full(info.n_layers, info.n_experts, dtype=np.int32)
-    for layer in info.expert_layers:
-        budgets[layer] = min(info.used_per_layer[layer] + (layer == 1), info.n_experts)
-    case.context.set_budget(None)
-    case.context.trim(0)
-    case.context.decode(PROMPT, phase=Phase.PREFILL)
-    native.configure(budgets, ranking=BudgetRanking.PICKS, coverage=BudgetCoverage.SUBSTITUTION)
-    native.set_active(True)
-    try:
-        case.context.decode(TOKENS, phase=Phase.VERIFY, logits="all")
-    finally:
-        native.set_active(False)
-    assert case.context.sensor is not None
-    frame = case.context.sensor.frames()[-1]
-    for layer in info.expert_layers:
-        case.check(frame, layer, case.expected(layer, int(budgets[layer])))
-
-
 def test_a_budget_below_the_experts_per_token_is_refused(case: Case) -> None:
     info = case.model.info
     if info.n_expert_used > 1:
@@ -263,17 +243,6 @@ def test_the_library_refuses_what_it_cannot_keep_to(changes: dict[str, Any]) -> 
 @settings(max_examples=8, deadline=None)
 @given(st.data())
 def test_random_verifications_are_the_references(case: Case, data: st.DataObject) -> None:
-    check_random_verification(case, data)
-
-
-@pytest.mark.slow
-@settings(max_examples=64, deadline=None)
-@given(st.data())
-def test_many_random_verifications_are_the_references(case: Case, data: st.DataObject) -> None:
-    check_random_verification(case, data)
-
-
-def check_random_verification(case: Case, data: st.DataObject) -> None:
     """Batches of any length, with any budget, ranking and coverage."""
     info = case.model.info
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))

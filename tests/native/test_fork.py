@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import TinyFactory
-from tests.native.test_cache import ROOT
+from tests.native.conftest import printed
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 
@@ -37,7 +36,7 @@ def in_child(work):
 """
 
 CACHE = """
-from tests.support.experts import ask, assert_bytes, write_experts
+from tests.support.experts import acquire, ask, assert_bytes, write_experts
 
 native.attach()
 model = write_experts(Path(sys.argv[1]) / "model.bin")
@@ -45,7 +44,7 @@ cache = ExpertCache(model.config(1.0, link_bytes_per_s=2e5))
 ask(cache, [(layer, expert) for layer in range(4) for expert in range(8)])
 
 def use_and_close():
-    for call in (cache.stats, lambda: cache.drain(60), lambda: cache.acquire(0, [0])):
+    for call in (cache.stats, lambda: cache.drain(60), lambda: acquire(cache, 0, [0])):
         try:
             call()
         except BackendError as error:
@@ -90,15 +89,8 @@ with hybrid_context(Path(sys.argv[1]), 0.5, n_stage=4) as (context, cache):
 """
 
 
-def run(program: str, argument: Path) -> None:
-    result = subprocess.run(
-        [sys.executable, "-c", PARENT + program, str(argument)], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-
-
 def test_child_neither_waits_nor_uses_the_cache(tmp_path: Path) -> None:
-    run(CACHE, tmp_path)
+    printed("-c", PARENT + CACHE, tmp_path)
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
@@ -107,9 +99,9 @@ def test_child_of_a_process_that_is_looking_into_its_lists(tmp_path: Path) -> No
     threads = tmp_path / "threads.so"
     source = Path(__file__).with_name("ask_always.c")
     subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-pthread", "-o", str(threads), str(source)], check=True)
-    run(LISTS, threads)
+    printed("-c", PARENT + LISTS, threads)
 
 
 @pytest.mark.slow
 def test_child_frees_a_context_with_a_cache(tiny: TinyFactory) -> None:
-    run(CONTEXT, tiny("qwen3moe"))
+    printed("-c", PARENT + CONTEXT, tiny("qwen3moe"))

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 from ctypes import c_bool, c_char_p, c_float, c_int, c_int64, c_void_p
 from pathlib import Path
@@ -17,12 +14,12 @@ from moeedge.native import OffloadScope, Sensor
 from moeedge.native.abi import KernelChoice
 from moeedge.native.compute import kernels, set_kernel_choice
 from tests.conftest import TinyFactory
+from tests.native.conftest import printed
 from tests.support.cases import K_DIMS, MOE_CASES
 from tests.support.raw_ggml import call, find_device, new_context
 from tests.support.sensed import experts_used, sensed_context
 from tests.support.stock import StockContext
 
-ROOT = Path(__file__).parents[2]
 # batches of several sizes in turns; prints what the sensor saw
 SCRIPT = """
 import logging
@@ -45,25 +42,16 @@ with context:
 """
 
 
-def _run(model: Path, scope: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", SCRIPT, str(model), scope]
-    return subprocess.run(
-        command, env=os.environ | environment, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
-    )
-
-
 @pytest.mark.parametrize("scope", [OffloadScope.NONE.name, OffloadScope.ALL.name])
 def test_no_batch_makes_ggml_reserve_memory_again(scope: str, tiny_moe: Path) -> None:
     """GGML_SCHED_DEBUG_REALLOC=2: ggml ends the process where a graph does not fit what was reserved at first."""
-    result = _run(tiny_moe, scope, GGML_SCHED_DEBUG_REALLOC="2")
-    assert result.returncode == 0, result.stderr[-2000:]
-    assert bool(result.stdout) == (scope == OffloadScope.ALL.name)
+    found = printed("-c", SCRIPT, tiny_moe, scope, GGML_SCHED_DEBUG_REALLOC="2")
+    assert bool(found) == (scope == OffloadScope.ALL.name)
 
 
 def test_routing_does_not_depend_on_ggmls_fusion(tiny_moe: Path) -> None:
-    fused, apart = (_run(tiny_moe, OffloadScope.ALL.name, GGML_CPU_DISABLE_FUSION=off) for off in ("0", "1"))
-    assert fused.returncode == apart.returncode == 0, fused.stderr[-2000:] + apart.stderr[-2000:]
-    assert fused.stdout == apart.stdout != ""
+    fused, apart = (printed("-c", SCRIPT, tiny_moe, "ALL", GGML_CPU_DISABLE_FUSION=off) for off in ("0", "1"))
+    assert fused == apart != ""
 
 
 def _count_operations(context: StockContext, tokens: list[int]) -> int:

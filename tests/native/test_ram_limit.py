@@ -18,7 +18,7 @@ from moeedge.llama.context import Context
 from moeedge.native.cache import ExpertCache
 from tests.conftest import TinyFactory
 from tests.support.cache_stress import MIN_CHECKED, stress
-from tests.support.experts import ask, assert_bytes, model_experts, write_experts
+from tests.support.experts import acquire, ask, assert_bytes, model_experts, release, write_experts
 from tests.support.hybrid import MANY_EXPERTS
 from tests.support.hybrid_driver import churn
 from tests.support.ram_driver import decode, ram_context
@@ -122,12 +122,12 @@ def test_answers_are_the_same_while_the_limit_changes(tiny: TinyFactory) -> None
 
 def test_what_a_computation_uses_goes_after_it(full: tuple[Context, ExpertCache]) -> None:
     _context, cache = full
-    slots = cache.acquire(2, range(N_EXPERTS))
+    slots = acquire(cache, 2, range(N_EXPERTS))
     cache.limit(40)
     assert resident(cache)[2].all()
     before = memory_bytes()
     is_beyond = slots >= 40
-    cache.release(2, slots)
+    release(cache, 2, slots)
     assert resident(cache).sum() == cache.stats().slots_used == 40
     assert resident(cache)[2].sum() == N_EXPERTS - is_beyond.sum()
     freed_bytes = int(is_beyond.sum() * cache.groups()[2][0])
@@ -164,7 +164,7 @@ def stalls(cache: ExpertCache, n_slots: int) -> list[float]:
         begun.set()
         while not ended.is_set():
             start_s = time.perf_counter()
-            cache.release(3, cache.acquire(3, range(4)))
+            release(cache, 3, acquire(cache, 3, range(4)))
             spans.append((start_s, time.perf_counter()))
             time.sleep(0.0005)
 

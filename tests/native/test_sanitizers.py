@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -11,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import TinyFactory
+from tests.native.conftest import ROOT, run_python
 
-ROOT = Path(__file__).parents[2]
 STRESS_S = 4.0  # of moving experts at random, see cache_stress
 CASES = ("qwen3moe", "llama", "deepseek2", "gpt-oss", "llama4")
 HYBRID_CASES = (("qwen3moe", {}), ("gpt-oss", {}), ("deepseek2", {"merged": True}))
@@ -77,7 +76,7 @@ def test_no_reports(sanitizer: str, tiny: TinyFactory, build_folder: Path) -> No
     preload = runtime(sanitizer)
     suppressions = build_folder / "suppressions.txt"
     suppressions.write_text(SUPPRESSIONS)
-    environment = os.environ | {
+    environment = {
         "MOEEDGE_LIBRARY": str(build(sanitizer, build_folder)),
         "LD_PRELOAD": preload,
         # Python itself leaks at exit; everything else ends the process
@@ -94,14 +93,7 @@ def test_no_reports(sanitizer: str, tiny: TinyFactory, build_folder: Path) -> No
 
 def run_driver(name: str, arguments: list[str], environment: dict[str, str]) -> None:
     """Check that a driver of tests/support succeeds without a report of the sanitizer."""
-    result = subprocess.run(
-        [sys.executable, "-m", f"tests.support.{name}", *arguments],
-        env=environment,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    result = run_python("-m", f"tests.support.{name}", *arguments, **environment)
     if "unexpected memory mapping" in result.stderr:
         pytest.skip("this kernel maps memory where the compiler's ThreadSanitizer does not expect it")
     assert "Sanitizer" not in result.stderr, result.stderr

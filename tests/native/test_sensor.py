@@ -69,25 +69,6 @@ def test_frames_equal_the_evaluation_callback(case: str, scope: OffloadScope, ti
             assert counts.sum() < most if "per_layer" in MOE_CASES[case][1] else counts.sum() == most
 
 
-@by_scope
-@pytest.mark.parametrize("n_threads", [1, 2])
-def test_bundled_target(scope: OffloadScope, n_threads: int, bundled_pair: tuple[Path, Path]) -> None:
-    """48 layers, a prompt of several graphs and a verification: ids, weights and counts."""
-    stock, tap = tap_context(bundled_pair[0], n_ubatch=128, n_threads=n_threads)
-    ours, sensor = sensed_context(bundled_pair[0], scope, n_ubatch=128, n_threads=n_threads)
-    with stock, ours:
-        n_vocab = stock.n_vocab
-        for n_tokens in (200, 9, 1):
-            tokens = np.random.default_rng(n_tokens).integers(0, n_vocab, n_tokens).tolist()
-            stock.decode(tokens)
-            ours.decode(tokens)
-            frames = sensor.frames()
-            assert [frame.n_tokens for frame in frames] == ([128, 72] if n_tokens == 200 else [n_tokens])
-            assert len(tap.ids) == sensor.n_layers
-            assert_as_tapped(frames[-1], tap)
-            assert np.array_equal(sensor.read_counts(), count_ids(frames, sensor.n_experts))
-
-
 def test_counts_and_frames_of_several_graphs(tiny_moe: Path) -> None:
     context, sensor = sensed_context(tiny_moe, OffloadScope.ALL, n_ubatch=16)
     with context:
@@ -140,21 +121,6 @@ def test_scope_can_be_changed(tiny_moe: Path) -> None:
             sensor.set_phase(5)
         with pytest.raises(BackendError):
             sensor.set_offload_scope(3)  # type: ignore[arg-type]
-
-
-def test_target_and_draft_have_their_own_sensors(tiny: TinyFactory) -> None:
-    target, target_sensor = sensed_context(tiny("qwen3moe"), OffloadScope.ALL)
-    draft, draft_sensor = sensed_context(tiny("llama"), OffloadScope.ALL)
-    with target, draft:
-        target.decode(PROMPT)
-        assert draft_sensor.frames() == []
-        draft.decode(PROMPT[:5])
-        (of_target,) = target_sensor.frames()
-        (of_draft,) = draft_sensor.frames()
-        assert of_target.ids.shape == (3, 24, 4)
-        assert of_draft.ids.shape == (3, 5, 2)
-        assert target_sensor.read_counts().sum() == 3 * 24 * 4
-        assert draft_sensor.read_counts().sum() == 3 * 5 * 2
 
 
 def test_two_contexts_of_one_model(tiny_moe: Path) -> None:

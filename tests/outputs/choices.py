@@ -120,7 +120,8 @@ def _endings(minimum: float) -> list[Any]:
     for gain in (None, *_gains(where)):
         chances = None if gain is None else [0.1, 0.3, 0.5, 0.7, 0.85, 0.95, 0.99]
         for _ in range(24):
-            stop = where.ConfidentDrafts(minimum, where.DraftStop(gain, chances))
+            stop = where.DraftStop(gain, chances)
+            stop.minimum = minimum
             drafted = ""
             for _ in range(8):
                 kept = stop.keeps(1 - chance() ** 2)

@@ -13,9 +13,10 @@ from moeedge.lab.sim.policy_replay import Slots
 from moeedge.lab.sim.replay import ReplayConfig, replay
 from moeedge.lab.traces.schedule import cut_schedule
 from moeedge.policies import registry
-from moeedge.policies.base import CacheShape, Observation, PolicyConfig, check_plan
+from moeedge.policies.base import CacheShape, Observation, PolicyConfig
 from moeedge.policies.planner import PooledPolicy
 from moeedge.policies.registry import PolicyEntry, make_policy
+from tests.support.plans import check_plan
 from tests.support.traces import plain_text
 
 
@@ -80,15 +81,3 @@ def test_the_replay_compares_it_with_the_bounds() -> None:
     rows = {row.policy: row for row in replay(schedule, ReplayConfig(policies=("window", "lru"), ratios=(0.5,)))}
     assert 0 < rows["window"].hit_rate_pairs <= rows["oracle"].hit_rate_pairs
     assert rows["window"].hit_rate_experts <= rows["belady"].hit_rate_experts
-
-
-def test_without_eviction_no_expert_leaves() -> None:
-    shape = CacheShape.uniform(2, 8, 6)
-    policy = make_policy("window", shape, PolicyConfig(ablations=frozenset({"no-evict"})))
-    slots = Slots(shape)
-    for expert in range(8):
-        counts = np.zeros((2, 8), dtype=np.uint32)
-        counts[:, expert] = 1
-        policy.observe(Observation(counts, n_tokens=1, n_accepted=0))
-        slots.push(policy.plan(slots.resident, []))
-    assert np.flatnonzero(slots.resident[0]).tolist() == [0, 1, 2]

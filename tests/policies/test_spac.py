@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import scipy.optimize
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -70,28 +69,6 @@ def test_a_discount_predicts_the_long_run() -> None:
     mean = rows.mean(axis=0) / 8
     assert np.square(found[0.9] - mean).mean() < np.square(found[0.0] - mean).mean()
     assert np.square(found[0.9] - mean).mean() < 0.05 * np.square(rows[1] / 8 - mean).mean()
-
-
-def test_the_regression_matches_least_squares() -> None:
-    """With one text, no discount and little pull: the mix that predicts all steps best, by NumPy's own solver."""
-    rng = np.random.default_rng(3)
-    ema = ActivationEMA(N)
-    mean = rng.gamma(0.3, 2.0, N)
-    rows, targets = [], []
-    counts = rng.poisson(mean)
-    for _ in range(24):
-        ema.read(counts, 8)
-        if ema._n_steps or ema._filled[-1] > 0.0:
-            rows.append(ema._averages.copy())
-            targets.append(ema.now.copy())
-        ema.observe(8)
-        counts = np.where(rng.random(N) < 0.6, counts, rng.poisson(mean))
-    weight = np.sqrt(0.98 ** np.arange(len(rows) - 1, -1, -1))
-    left = np.concatenate([part * row.T for part, row in zip(weight, rows, strict=True)])
-    right = np.concatenate([part * target for part, target in zip(weight, targets, strict=True)])
-    error = np.square(left @ ema.mix - right).sum()
-    best = scipy.optimize.nnls(left, right)[1] ** 2
-    assert error < 1.02 * best
 
 
 def judged(judge: LookaheadJudge, n_steps: int, *, informed: bool, seed: int = 0) -> NDArray[np.bool_]:

@@ -1,4 +1,4 @@
-"""Algorithm 1 against a literal transcription in exact arithmetic, a worked example and its published properties."""
+"""Algorithm 1 against a literal transcription in exact arithmetic, and its published properties."""
 
 from __future__ import annotations
 
@@ -84,26 +84,6 @@ def _near_tie(expert: LiteralExpert, f: int) -> bool:
     return expert.has_moved and f - expert.f in (expert.up, -expert.down)
 
 
-def test_worked_example() -> None:
-    """gamma 8, K 4, lambda 0.1; counts 0 5 5 1 3 0 0 6 by hand."""
-    config = UtilityConfig()
-    state = utility.initial_state((1, 1), config)
-    seen = []
-    for f in (0, 5, 5, 1, 3, 0, 0, 6):
-        state = utility.observe(state, np.array([[f]]), config)
-        seen.append((int(state.utility[0, 0]), float(state.up[0, 0]), float(state.down[0, 0])))
-    assert seen == [
-        (0, 4, 4),  # d = 0
-        (1, 4, 4),  # d = 5 >= 4: up; 0.9 * 4 + 0.5 = 4.1 -> 4
-        (1, 4, 4),  # d = 0
-        (0, 4, 4),  # d = -4: down; 0.9 * 4 + 0.4 = 4.0 -> 4
-        (0, 3, 4),  # d = 2 < 4: stays; 0.9 * 4 + 0.2 = 3.8 -> 3
-        (0, 3, 3),  # d = -3 > -4: stays; 0.9 * 4 + 0.3 = 3.9 -> 3
-        (0, 3, 3),  # d = 0
-        (1, 3, 3),  # d = 6: up; 0.9 * 3 + 0.6 = 3.3 -> 3
-    ]
-
-
 def test_printed_boundaries_only_fall() -> None:
     """With lambda = 0.1 a boundary b rises only at d >= 10 + b, but gamma = 8 allows 9 at most."""
     config = UtilityConfig()
@@ -131,17 +111,3 @@ def test_observe_leaves_its_arguments_alone_and_refuses_other_shapes() -> None:
     assert later.counts.tolist() == [[9, 0], [4, 1]]
     with pytest.raises(ValueError, match="shape"):
         utility.observe(state, np.zeros((3, 2), dtype=int), config)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"gamma": -1}, "gamma"),
-        ({"cap": 0}, "K must be"),
-        ({"forgetting": 1.5}, "forgetting"),
-        ({"boundaries": "round"}, "boundaries"),
-    ],
-)
-def test_bad_hyper_parameters(arguments: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        UtilityConfig(**arguments)  # type: ignore[arg-type]

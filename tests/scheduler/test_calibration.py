@@ -15,7 +15,6 @@ from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig
 from moeedge.llama.context import Context
 from moeedge.native.abi import DevicePath, PrefillPath
-from moeedge.policies.cost_model import CostModel
 from moeedge.run import Level, Notification, Run, is_warning
 from moeedge.scheduler.calibration import (
     Calibration,
@@ -27,6 +26,7 @@ from moeedge.scheduler.calibration import (
 from moeedge.scheduler.config import PlacementConfig
 from moeedge.scheduler.microbench import _timed, fewest_readers
 from tests.scheduler.test_manager import Pair, has_note
+from tests.support.costs import cost_model
 from tests.support.counting import DEVICE, CountingDevice
 from tests.support.sessions import answered
 
@@ -93,16 +93,7 @@ def test_measured_once_and_kept(pair: Pair) -> None:
 
 
 def test_json_keeps_everything() -> None:
-    units = CostModel(
-        cpu_expert_s=np.array([0, 1e-5, 2e-5]),
-        device_expert_s=np.array([0, 2e-5, 3e-5]),
-        transfer_expert_s=1e-4,
-        draft_token_s=1e-3,
-        block_overhead_s=1e-5,
-        r_c=np.array([0, 0.5, 1]),
-        r_g=np.array([1, 0.5, 0]),
-        layer_rest_s=2e-4,
-    )
+    units = cost_model(1e-5, 2e-5, 1e-4, draft_token_s=1e-3, block_overhead_s=1e-5, layer_rest_s=2e-4)
     read = parse_measurement(Calibration, measurement_json(made(units=units)))
     assert replace(read, units=None) == made(from_file=True)
     assert kept_fields(read.units) == kept_fields(units)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,10 +11,11 @@ import numpy as np
 import pytest
 
 from moeedge import speculation
-from moeedge.scheduler.governor import GAMMA_MAX, DraftGovernor, StepCost
+from moeedge.scheduler.governor import GAMMA_MAX
 from moeedge.scheduler.stopping import N_BINS, AcceptanceByConfidence, DraftStop, ExpectedGain, confidence_bin
 from tests.benchmarks import draft_chains
-from tests.scheduler.test_governor import N_EXPERTS, N_TOKENS, N_USED, TRACES, Trace, experts
+from tests.benchmarks.draft_chains import Position
+from tests.scheduler.test_governor import GAMMAS, N_TOKENS, TRACES, Trace, experts
 
 CERTAIN, UNSURE = 1.0, 0.1
 
@@ -117,59 +117,26 @@ class Text:
     def acceptance(self) -> float:
         return self.sure * 0.98 + (1 - self.sure) * self.otherwise
 
-    def draft(self, stop: DraftStop, gamma: int, rng: np.random.Generator) -> tuple[int, int, list[float]]:
-        """Drafted, accepted, confidences."""
-        confidences: list[float] = []
-        n_kept = n_accepted = 0
-        while n_kept < gamma:
-            chance = 0.98 if rng.random() < self.sure else self.otherwise
-            confidences.append(self.stated(chance))
-            if not stop.keeps(confidences[-1]):
-                break
-            n_accepted += n_accepted == n_kept and rng.random() < chance
-            n_kept += 1
-            if not stop.goes_on():
-                break
-        return n_kept, n_accepted, confidences
-
-
-def governed(costs: Trace, text: Text, seed: int, n_tokens: int = N_TOKENS) -> tuple[float, DraftGovernor, float]:
-    """Expected seconds per token, the governor, and the share of steps in which n-grams drafted."""
-    rng = np.random.default_rng(seed)
-    governor = DraftGovernor(n_experts=N_EXPERTS, n_used=N_USED)
-    n = n_steps = n_by_ngrams = 0
-    seconds = 0.0
-    while n < n_tokens:
-        chance, found = text.ngram(n), 0
-        choice = governor.choose(None if chance is None else 1.0)
-        by_ngrams = choice.source == "ngram"
-        while chance is not None and found < GAMMA_MAX and rng.random() < chance:
-            found += 1
-        if by_ngrams:
-            n_drafted, n_accepted, confidences = choice.gamma, min(found, choice.gamma), []
-        else:
-            n_drafted, n_accepted, confidences = text.draft(governor.stop, choice.gamma, rng)
-        draft_s = costs.draft_s * len(confidences)
-        target_s = costs.target_s(n_drafted + 1)
-        scatter = math.exp(rng.normal(0.0, costs.noise) - costs.noise**2 / 2)
-        n_compared = 0 if chance is None else min(GAMMA_MAX, n_accepted + 1)
-        governor.observe(
-            StepCost(
-                n_drafted=n_drafted,
-                n_accepted=n_accepted,
-                draft_s=draft_s,
-                target_s=target_s * scatter,
-                by_ngrams=by_ngrams,
-                confidences=confidences,
-                ngram_confidences=[1.0] * n_compared,
-                ngram_accepted=min(found, n_compared),
+    def positions(self, n_tokens: int, seed: int) -> list[Position]:
+        """What can be drafted after each of so many tokens."""
+        rng, found = np.random.default_rng(seed), []
+        for n in range(n_tokens):
+            chances = np.where(rng.random(GAMMA_MAX) < self.sure, 0.98, self.otherwise)
+            ngram = self.ngram(n)
+            n_right, ngram_right = (
+                int(np.argmin([*(rng.random(GAMMA_MAX) < chance), False])) for chance in (chances, ngram or 0.0)
             )
-        )
-        seconds += draft_s + target_s
-        n += n_accepted + 1
-        n_steps += 1
-        n_by_ngrams += by_ngrams
-    return seconds / n, governor, n_by_ngrams / n_steps
+            stated = [self.stated(chance) for chance in chances.tolist()]
+            found.append(Position(stated, n_right, None if ngram is None else 1.0, ngram_right, n_tokens - n))
+        return found
+
+
+def governed(costs: Trace, text: Text, seed: int, n_tokens: int = N_TOKENS) -> tuple[float, float]:
+    """Seconds per token, and the share of steps in which n-grams drafted."""
+    times = draft_chains.Costs([costs.target_s(gamma + 1) for gamma in GAMMAS], costs.draft_s)
+    texts = [text.positions(n_tokens, seed)]
+    seconds, share = draft_chains.governed_s(texts, times, seed=seed, noise=costs.noise)
+    return seconds / n_tokens, share
 
 
 def mean_s(costs: Trace, text: Text, n_seeds: int = 8) -> float:
@@ -180,7 +147,7 @@ def best_fixed_s(costs: Trace, acceptance: float) -> float:
     """Seconds per token of the best fixed length."""
     return min(
         (gamma * costs.draft_s + costs.target_s(gamma + 1)) / speculation.expected_tokens(gamma, acceptance)
-        for gamma in range(GAMMA_MAX + 1)
+        for gamma in GAMMAS
     )
 
 
@@ -203,16 +170,15 @@ def test_confidence_next_to_the_best_fixed_length(name: str, text: Text, most: f
 def test_hopeless_drafts_are_off() -> None:
     """Looking at drafts that are never right costs a pass each; trials are all that is left."""
     costs = Trace(lambda t: 0.1 * experts(t), 0.03, lambda n: 0.0)
-    seconds, governor, _ = governed(costs, Text(sure=0.0, otherwise=0.05, stated=lambda chance: 0.995), 1, 1024)
+    seconds, _ = governed(costs, Text(sure=0.0, otherwise=0.05, stated=lambda chance: 0.995), 1, 1024)
     assert seconds < 1.04 * costs.target_s(1)
-    assert governor.choose().best == 0
 
 
 def test_ngrams_take_over_where_they_are_right() -> None:
     """In the second half of the text they copy; before they find what is wrong."""
     costs = TRACES["best 2"]
     text = Text(sure=0.0, otherwise=0.7, ngram=lambda n: 0.1 if n < N_TOKENS // 2 else 0.97)
-    seconds, _, share = governed(costs, text, 3)
+    seconds, share = governed(costs, text, 3)
     assert seconds < 0.85 * governed(costs, Text(sure=0.0, otherwise=0.7), 3)[0]
     assert 0.1 < share < 0.9
 
@@ -221,7 +187,7 @@ def test_ngrams_that_are_wrong_cost_nothing() -> None:
     costs = TRACES["best 2"]
     alone, beside = Text(sure=0.0, otherwise=0.8), Text(sure=0.0, otherwise=0.8, ngram=lambda n: 0.2)
     assert mean_s(costs, beside) < 1.02 * mean_s(costs, alone)
-    assert governed(costs, beside, 2)[2] < 0.05
+    assert governed(costs, beside, 2)[1] < 0.05
 
 
 @pytest.mark.parametrize("chance", [0.3, 0.5, 0.8])

@@ -17,8 +17,8 @@ from moeedge.native.sensor import Frame
 from moeedge.policies import base as policies
 from moeedge.policies.base import ExecutionModel, ExpertPrediction, LookaheadStatus, Observation, Plan
 from moeedge.scheduler.driver import StepDriver
+from moeedge.scheduler.manager import PlanningThread
 from moeedge.scheduler.native_io import RoutingReader
-from moeedge.scheduler.planning_thread import PlanningThread
 from moeedge.scheduler.prediction import PredictionAccuracy
 from moeedge.scheduler.tiers import RamStore
 
@@ -214,10 +214,11 @@ def test_an_interrupted_wait_can_be_repeated(monkeypatch: pytest.MonkeyPatch) ->
 def test_experts_that_the_device_holds_go_first_from_ram() -> None:
     seen: list[Any] = []
     score = np.array([[0.5, 2.0, 1.0]])
-    cache: Any = SimpleNamespace(set_utilities=seen.append, residency=None)
-    store: Any = RamStore(cache, lambda: SimpleNamespace(score=score))
+    cache, policy = SimpleNamespace(set_utilities=seen.append, residency=None), SimpleNamespace(score=score)
+    tier: Any = SimpleNamespace(cache=cache, driver=SimpleNamespace(policy=policy), held_above=None)
+    store: Any = RamStore(tier)
     store.push(None)
-    store.held_above = np.array([[False, True, False]])
+    tier.held_above = np.array([[False, True, False]])
     store.push(None)
     assert seen[0].tolist() == score.tolist()
     assert seen[1].argmin() == 1 and seen[1][0, [0, 2]].tolist() == [0.5, 1.0]

@@ -9,14 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moeedge.native import Block
-from moeedge.native.abi import Phase
 from moeedge.native.cache import ExpertCache
-from moeedge.policies.base import ExpertPrediction, Plan, PolicyConfig
-from moeedge.policies.registry import make_policy
-from moeedge.scheduler.driver import StepDriver
-from moeedge.scheduler.native_io import CacheStore, cache_shape
-from moeedge.scheduler.on_demand import LayerHook, OnDemandLoader, predicted_uploads
+from moeedge.policies.base import ExpertPrediction, Plan
+from moeedge.scheduler.native_io import cache_shape
+from moeedge.scheduler.on_demand import OnDemandLoader, predicted_uploads
 from tests.support.experts import resident, write_experts
 
 LAYERS, EXPERTS, SHARE = 4, 8, 2
@@ -30,60 +26,46 @@ def cache(tmp_path: Path) -> Iterator[ExpertCache]:
 
 @pytest.fixture
 def loader(cache: ExpertCache) -> OnDemandLoader:
-    return OnDemandLoader(cache)
-
-
-@pytest.fixture
-def hook(cache: ExpertCache, loader: OnDemandLoader) -> LayerHook:
     """With the experts 0 and 1 of every layer, in the order of the layers."""
-    policy = make_policy("lru", cache_shape(cache), PolicyConfig(gamma=4))
-    hook = LayerHook(StepDriver(policy, CacheStore(cache)), lambda: True, loader=loader)
+    loader = OnDemandLoader(cache)
     for layer in range(LAYERS):
-        need(hook, layer, 0, 1)
-    return hook
+        need(loader, layer, 0, 1)
+    return loader
 
 
-def need(hook: LayerHook, layer: int, *experts: int) -> None:
-    hook(Block(layer, Phase.VERIFY, np.array([experts], dtype=np.int32), None))
+def need(loader: OnDemandLoader, layer: int, *experts: int) -> None:
+    loader.load(layer, np.array(experts, dtype=np.int32))
 
 
 def held(cache: ExpertCache, layer: int) -> set[int]:
     return {expert for where, expert in resident(cache) if where == layer}
 
 
-def test_a_layer_makes_room_among_its_own(cache: ExpertCache, hook: LayerHook, loader: OnDemandLoader) -> None:
-    need(hook, 2, 0)
-    need(hook, 2, 5)
+def test_a_layer_makes_room_among_its_own(cache: ExpertCache, loader: OnDemandLoader) -> None:
+    need(loader, 2, 0)
+    need(loader, 2, 5)
     assert held(cache, 2) == {0, 5}, "1 is the least recently used"
     assert all(held(cache, layer) == {0, 1} for layer in (0, 1, 3))
     assert (loader.needed, loader.loaded, loader.late, loader.uncached) == (10, 9, 0, 0)
 
 
-def test_a_slot_lent_to_another_layer_comes_back(cache: ExpertCache, hook: LayerHook) -> None:
-    need(hook, 3, 4, 5, 6)
+def test_a_slot_lent_to_another_layer_comes_back(cache: ExpertCache, loader: OnDemandLoader) -> None:
+    need(loader, 3, 4, 5, 6)
     assert held(cache, 3) == {4, 5, 6} and len(held(cache, 0)) == 1, "layer 0 is the least recently used"
     lent = ({0, 1} - held(cache, 0)).pop()
-    need(hook, 0, lent)
+    need(loader, 0, lent)
     assert held(cache, 0) == {0, 1} and len(held(cache, 3)) == SHARE, "from the layer above its share"
 
 
-def test_a_predicted_expert_stays_until_it_is_used(cache: ExpertCache, hook: LayerHook, loader: OnDemandLoader) -> None:
+def test_a_predicted_expert_stays_until_it_is_used(cache: ExpertCache, loader: OnDemandLoader) -> None:
     predicted = np.zeros((LAYERS, EXPERTS), dtype=np.bool_)
     predicted[1, [0, 7]] = True
     victims = loader.make_room(predicted, np.array([[1, 7]], dtype=np.int32))
     assert victims.tolist() == [[1, 1]], "the layer is at its share, and its 0 is predicted"
-    need(hook, 1, 5)
+    need(loader, 1, 5)
     assert held(cache, 1) == {0, 5}, "0 is predicted, 1 is not"
     no_victims = loader.make_room(np.zeros_like(predicted), np.zeros((0, 2), dtype=np.int32))
     assert no_victims.shape == (0, 2)
-
-
-def test_prompts_and_a_hook_that_is_off_load_nothing(cache: ExpertCache, hook: LayerHook) -> None:
-    before = resident(cache)
-    hook(Block(0, Phase.PREFILL, np.array([[6]], dtype=np.int32), None))
-    hook.is_on = lambda: False
-    need(hook, 0, 6)
-    assert resident(cache) == before
 
 
 def plan_of(*uploads: tuple[int, int], n_victims: int) -> Plan:
@@ -107,7 +89,7 @@ def prediction_of(*experts: tuple[int, int]) -> ExpertPrediction:
     return ExpertPrediction(ids)
 
 
-def test_only_predicted_experts_are_uploaded(cache: ExpertCache, hook: LayerHook, loader: OnDemandLoader) -> None:
+def test_only_predicted_experts_are_uploaded(cache: ExpertCache, loader: OnDemandLoader) -> None:
     """The others are loaded as needed; room is made by the loader, whatever the policy's victims."""
     only_predicted = partial(predicted_uploads, cache_shape(cache), loader)
     plan = plan_of((1, 7), (1, 6), (2, 5), (3, 4), n_victims=3)

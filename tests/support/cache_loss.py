@@ -19,7 +19,7 @@ from moeedge.errors import MoeedgeError
 from moeedge.hardware.devices import resolve
 from moeedge.hardware.spec import DeviceSpec
 from moeedge.native.cache import CacheConfig, ExpertCache
-from tests.support.experts import ask, write_experts
+from tests.support.experts import acquire, ask, write_experts
 
 PATIENCE_S = 20.0
 
@@ -57,7 +57,7 @@ def lose(config: CacheConfig) -> None:
         time.sleep(0.002)
     assert "its worker does not answer" in refused(lambda: cache.drain(PATIENCE_S))
     assert "is lost" in refused(cache.clear)
-    assert (cache.acquire(0, [0, 1, 2]) == -1).all(), "an expert of a lost device is resident"
+    assert (acquire(cache, 0, [0, 1, 2]) == -1).all(), "an expert of a lost device is resident"
     ask(cache, everything)
     assert cache.residency().shape == (config.n_layers, config.n_experts)
     begin_s = time.monotonic()

@@ -22,7 +22,17 @@ from moeedge import native
 from moeedge.errors import BackendError
 from moeedge.native.abi import ReadFault
 from moeedge.native.cache import ExpertCache
-from tests.support.experts import ExpertFile, assert_balanced, assert_bytes, pairs, write_experts
+from tests.support.experts import (
+    ExpertFile,
+    acquire,
+    assert_balanced,
+    assert_bytes,
+    fail_reads,
+    pairs,
+    read,
+    release,
+    write_experts,
+)
 
 RATIO = 0.2
 MIN_CHECKED = 100
@@ -78,17 +88,17 @@ class Stress:
         while not self.is_over():
             layer = int(rng.integers(self.model.n_layers))
             wanted = rng.integers(0, self.model.n_experts, 8)
-            slots = self.cache.acquire(layer, wanted.tolist())
+            slots = acquire(self.cache, layer, wanted.tolist())
             try:
                 for expert in wanted[slots >= 0].tolist():
                     self.check(layer, expert)
             finally:
-                self.cache.release(layer, slots)
+                release(self.cache, layer, slots)
 
     def check(self, layer: int, expert: int) -> None:
         for role in self.model.roles(layer):
             expected = self.truth[layer, role][expert]
-            assert self.cache.read(layer, expert, role, len(expected)) == expected, (layer, expert, role)
+            assert read(self.cache, layer, expert, role, len(expected)) == expected, (layer, expert, role)
         self.n_checked += 1
 
     def clear(self) -> None:
@@ -118,7 +128,7 @@ def stress(
     config = model.config(ratio, device=device, link_bytes_per_s=link_bytes_per_s)
     with ExpertCache(config) as cache:
         if device == "ram":
-            cache.set_read_faults(ReadFault.EIO, 50)  # which the next attempt overcomes
+            fail_reads(cache, ReadFault.EIO, 50)  # which the next attempt overcomes
         state = Stress(model, cache, time.monotonic() + seconds)
         jobs = [(state.plan,), (state.demand,), (state.read, 2), (state.read, 3), (state.clear,)]
         if device == "ram":

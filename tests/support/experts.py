@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from moeedge.native.abi import ReadFault
 from moeedge.native.cache import CacheConfig, ExpertCache, ExpertTensor
 
 F32 = 0  # enum ggml_type
@@ -127,12 +129,43 @@ def drain(cache: ExpertCache) -> None:
     assert cache.drain(20.0)
 
 
+def carry_out(cache: ExpertCache, uploads: Sequence[tuple[int, int]], **further: Any) -> None:
+    """A plan as of `ask`, until nothing of it is left to do."""
+    ask(cache, uploads, **further)
+    drain(cache)
+
+
 def demand(
     cache: ExpertCache, layer: int, wanted: Sequence[int], victims: Sequence[tuple[int, int]] = (), wait_s: float = 20.0
 ) -> int:
     """Demands experts of a layer; victims go in their order."""
     utility = np.arange(len(victims), dtype=np.float32)
     return cache.demand(layer, np.array(wanted, np.int32), pairs(*victims), utility, wait_s)
+
+
+def acquire(cache: ExpertCache, layer: int, experts: Sequence[int]) -> npt.NDArray[np.int32]:
+    """Pins resident experts as a computation does; returns their slots, -1: not resident."""
+    wanted = np.asarray(experts, dtype=np.int32)
+    slots = np.empty(wanted.size, dtype=np.int32)
+    cache._call("acquire", layer, wanted, wanted.size, slots)
+    return slots
+
+
+def release(cache: ExpertCache, layer: int, slots: npt.NDArray[np.int32]) -> None:
+    """Unpins slots."""
+    cache._call("release", layer, np.ascontiguousarray(slots), slots.size)
+
+
+def read(cache: ExpertCache, layer: int, expert: int, role: str, size_bytes: int) -> bytes:
+    """Bytes of one role of a resident expert, from the device."""
+    out = ctypes.create_string_buffer(size_bytes)
+    cache._call("read", layer, expert, role.encode(), out, size_bytes)
+    return out.raw
+
+
+def fail_reads(cache: ExpertCache, kind: ReadFault, every: int, delay_s: float = 0.0) -> None:
+    """Lets every `every`-th read of a cache in RAM fail from now on; 0: none."""
+    cache._call("set_read_faults", kind, every, delay_s)
 
 
 def resident(cache: ExpertCache) -> set[tuple[int, int]]:
@@ -154,5 +187,5 @@ def assert_bytes(cache: ExpertCache, experts: ExpertFile) -> int:
     for layer, expert in found:
         for role in experts.roles(layer):
             expected = experts.bytes_of(layer, expert, role)
-            assert cache.read(layer, expert, role, len(expected)) == expected, (layer, expert, role)
+            assert read(cache, layer, expert, role, len(expected)) == expected, (layer, expert, role)
     return len(found)

@@ -20,7 +20,7 @@ from moeedge.llama.context import Context
 from moeedge.llama.model import Model
 from moeedge.native.abi import Phase, PrefillPath, ReadFault
 from moeedge.native.cache import ExpertCache
-from tests.support.experts import model_experts
+from tests.support.experts import fail_reads, model_experts
 from tests.support.hybrid_driver import churn
 
 TOKENS = np.random.default_rng(3).integers(0, 256, 60).tolist()
@@ -95,7 +95,7 @@ def main(arguments: list[str]) -> None:
             expected = decode(context)
             with churn(cache, seed=3):
                 for fault in (ReadFault.EIO, ReadFault.SHORT, ReadFault.END, ReadFault.DELAY):
-                    cache.set_read_faults(fault, 20, 0.001)
+                    fail_reads(cache, fault, 20, 0.001)
                     cache.set_readers(1 + fault, 4096)
                     cache.limit(cache.info.n_slots - 2)
                     assert all(map(np.array_equal, decode(context), expected))

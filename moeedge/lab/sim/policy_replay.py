@@ -32,7 +32,7 @@ from moeedge.experts import BoolArray, IntArray
 from moeedge.lab.sim.expert_budgets import BudgetedTrace
 from moeedge.lab.sim.noisy_predictor import BatchPredictions
 from moeedge.lab.traces.schedule import Batch, Chunk
-from moeedge.policies.base import CacheShape, ExpertPrediction, Plan, Policy, check_plan
+from moeedge.policies.base import CacheShape, ExpertPrediction, Plan, Policy
 from moeedge.scheduler.driver import StepDriver
 from moeedge.scheduler.stats import PlacementStats
 
@@ -143,8 +143,8 @@ class ReplayStats:
 class PolicyReplay:
     """One policy with its slots: an expert store whose link carries a limited number of uploads.
 
-    max_uploads: of plans, per layer and batch. expert_bytes: [n_layers]. checked_cap: check every plan against this K.
-    fresh_policy: makes the policy that each text begins with; None: `policy` goes through all of them.
+    max_uploads: of plans, per layer and batch. expert_bytes: [n_layers]. fresh_policy: makes the
+    policy that each text begins with; None: `policy` goes through all of them.
     """
 
     def __init__(
@@ -154,7 +154,6 @@ class PolicyReplay:
         *,
         max_uploads: float | None = None,
         expert_bytes: NDArray[np.int64] | None = None,
-        checked_cap: int | None = None,
         fresh_policy: Callable[[], Policy] | None = None,
     ) -> None:
         self.slots = Slots(shape)
@@ -164,7 +163,6 @@ class PolicyReplay:
         self._expert_layers = np.flatnonzero(shape.group >= 0)
         self._execution_model, self._required_inputs = policy.execution_model, policy.required_inputs
         self._expert_bytes = expert_bytes
-        self._checked_cap = checked_cap
         self._fresh_policy = fresh_policy
         self._uploads_per_batch = None if max_uploads is None else max_uploads * self._expert_layers.size
         self._credit = 0.0  # uploads that the link could have carried until now and did not
@@ -208,8 +206,6 @@ class PolicyReplay:
 
     def push(self, plan: Plan) -> None:
         """Carries out as much of a plan as the link allows."""
-        if self._checked_cap is not None:
-            check_plan(plan, self._shape, self.slots.resident, self._checked_cap)
         if self._uploads_per_batch is not None:
             uploads, kept = plan.uploads, np.zeros(len(plan.uploads), dtype=np.bool_)
             if self._loaded is not None:  # by the last batch already

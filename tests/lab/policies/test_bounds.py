@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from moeedge.lab.sim.policy_replay import NEVER, BoundReplay, HitStats, NextUse, PolicyReplay
+from moeedge.lab.sim.policy_replay import NEVER, BoundReplay, HitStats, NextUse
 from moeedge.lab.traces.schedule import Batch, Chunk
 from moeedge.policies.base import CacheShape, ExecutionModel
 from moeedge.policies.registry import POLICIES, SIMULATED, make_policy
+from tests.support.plans import CheckedReplay
 
 # without predictions, these upload only experts that were just used
 DEMAND_FILLED = ("lru", "lfu", "fate", "adapmoe", "hybrimoe", "sp-moe", "mixtral-offloading")
@@ -42,7 +43,7 @@ def replayed(name: str, chunk: Chunk, n_slots: int) -> HitStats:
     shape = CacheShape.uniform(*chunk.counts.shape[1:], n_slots)
     policy = make_policy(name, shape)
     policy.execution_model = ExecutionModel()
-    replay = PolicyReplay(policy, shape, checked_cap=5)  # spac-program's
+    replay = CheckedReplay(policy, shape)
     replay.run(chunk)
     assert np.count_nonzero(replay.slots.resident) <= n_slots
     return replay.stats.hits

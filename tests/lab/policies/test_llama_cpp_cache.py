@@ -12,9 +12,10 @@ from moeedge.lab.sim.noisy_predictor import NO_PREDICTOR
 from moeedge.lab.sim.policy_replay import PolicyReplay, Slots
 from moeedge.lab.sim.step_costs import TOKENS_MAX
 from moeedge.lab.traces.schedule import Batch, Chunk
-from moeedge.policies.base import CacheShape, PolicyConfig, check_plan
+from moeedge.policies.base import CacheShape, PolicyConfig
 from moeedge.policies.registry import make_policy
 from tests.lab.sim.test_simulate_events import costs
+from tests.support.plans import check_plan
 
 LINK_NS, SYNC_NS, LATENCY_NS = 100, 7, 3
 DEVICE_NS = np.minimum(np.arange(TOKENS_MAX + 1), 1).astype(np.int64) * 10

@@ -9,15 +9,16 @@ import pytest
 from numpy.typing import NDArray
 
 from moeedge.lab.sim.model_shape import find_model
-from moeedge.lab.sim.policy_replay import PolicyReplay, Slots
+from moeedge.lab.sim.policy_replay import Slots
 from moeedge.lab.sim.replay import ReplayConfig, replay
 from moeedge.lab.sim.simulate import synthetic_trace
 from moeedge.lab.sim.step_costs import find_hardware, roofline_costs
 from moeedge.lab.traces.schedule import cache_shape, cut_schedule
-from moeedge.policies.base import CacheShape, ExecutionModel, Observation, PolicyConfig, check_plan
+from moeedge.policies.base import CacheShape, ExecutionModel, Observation, PolicyConfig
 from moeedge.policies.cost_model import CostModel
 from moeedge.policies.registry import make_policy
 from tests.support.costs import cost_model
+from tests.support.plans import CheckedReplay, check_plan
 
 GAMMA, CAP, UP, DOWN = 8, 5, 5, 1  # of the program, whatever the configuration says
 SHAPE = CacheShape.uniform(2, 6, 12)
@@ -134,7 +135,7 @@ def test_refilling_within_a_pass_finds_more(name: str) -> None:
         policy = make_policy(name, shape, PolicyConfig(gamma=GAMMA))
         assert policy.execution_model == ExecutionModel(refills_within_step=True)
         policy.execution_model = execution_model
-        replayed = PolicyReplay(policy, shape, checked_cap=CAP)
+        replayed = CheckedReplay(policy, shape)
         for chunk in schedule.chunks():
             replayed.run(chunk)
         rates[execution_model.refills_within_step] = replayed.stats.hits
