@@ -10,7 +10,7 @@ from pathlib import Path
 
 from moeedge import paths
 from moeedge.engine.drafts import ContextDraft, DraftSource, ModelDraft, NgramDraft
-from moeedge.engine.head_draft import DraftHead, head_draft
+from moeedge.engine.head_draft import head_draft
 from moeedge.engine.probe import probe
 from moeedge.engine.types import EngineConfig
 from moeedge.hardware.devices import ResolvedDevice, Storage, resolve
@@ -332,7 +332,7 @@ def open_draft(config: EngineConfig, chosen: ChosenDraft, target: Context, resou
     """The source of drafts for the first text, with a context of its own where it is a model or a head."""
     if chosen.head is not None:
         head = make_head_context(config, chosen.model or target.model, chosen.head, target)
-        return head_draft(DraftHead(target, resources.enter_context(head)), n_vocab=chosen.n_common)
+        return head_draft(target, resources.enter_context(head), n_vocab=chosen.n_common)
     if chosen.model is not None:
         context = resources.enter_context(make_context(config, chosen.model, target.n_ctx, is_draft=True))
         return ModelDraft(context, n_vocab=chosen.n_common, is_eog=chosen.model.is_eog)

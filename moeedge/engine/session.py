@@ -194,7 +194,7 @@ class Session(Closing):
         info = self.model.info
         return DraftGovernor(
             max(1, _at_most(GAMMA_MAX, self.target.n_drafts_max)),
-            own_max=self.draft.head.context.kind.n_drafts_max if isinstance(self.draft, HeadDraft) else None,
+            own_max=self.draft.kind.n_drafts_max if isinstance(self.draft, HeadDraft) else None,
             n_experts=info.n_experts,
             n_used=info.n_expert_used,
         )
@@ -449,7 +449,7 @@ def _open_placement(
         gamma=gamma,
         keep=config.placement.has_size or config.layers_measured,
         run=run,
-        has_draft_states=isinstance(draft, HeadDraft) and draft.head.context.kind.block is None,
+        has_draft_states=isinstance(draft, HeadDraft) and draft.kind.block is None,
     )
     return opening.open()
 

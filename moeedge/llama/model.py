@@ -299,13 +299,11 @@ class Model(Closing):
                 self._chat_formats[source] = ChatFormat(text, bos=bos, eos=eos, is_given=bool(source))
         return self._chat_formats[source]
 
-    def render_chat(
-        self, messages: list[dict[str, str]], *, add_assistant: bool = True, template: TemplateChoice = MODEL_TEMPLATE
-    ) -> str:
+    def render_chat(self, messages: list[dict[str, str]], *, template: TemplateChoice = MODEL_TEMPLATE) -> str:
         """Returns the prompt of a conversation, without a BOS of the template where `tokenize` adds one."""
         chat_format = self.chat_format(template.source)
         arguments = template.variables(chat_format.variables)
-        text = chat_format.render(messages, add_assistant=add_assistant, arguments=arguments)
+        text = chat_format.render(messages, arguments=arguments)
         bos = chat_format.bos
         return text[len(bos) :] if bos and self.adds_bos and text.startswith(bos) else text
 
