@@ -107,17 +107,20 @@ def test_going_back_within_the_last_batch_and_beyond(hybrid: Path, n_back: int) 
         assert context.n_past == 0
 
 
-@pytest.mark.parametrize("at_call", [2, 3, 4, 6])
+@pytest.mark.parametrize(("at_call", "n_checkpoints"), [(2, 0), (3, 0), (4, 0), (6, 0), (4, 8)])
 def test_ctrl_c_loses_the_state_of_a_model_with_snapshots(
-    hybrid: Path, at_call: int, check: Check, monkeypatch: pytest.MonkeyPatch
+    hybrid: Path, at_call: int, n_checkpoints: int, check: Check, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Session.open(config(hybrid)) as session:
+    """All of it, or what came after the last checkpoint."""
+    with Session.open(config(hybrid, n_checkpoints=n_checkpoints)) as session:
         with monkeypatch.context() as patch:
             interrupt_decode(patch, at_call)
             cut = answered(session, PROMPT * 3, 30)
         assert cut.stop_reason == "interrupted"
         text = [*PROMPT * 3, *cut.tokens]
-        check(session, text, answer(session, text)[0])
+        tokens, n_prefilled = answer(session, text)
+        assert (n_prefilled < len(text)) or not n_checkpoints
+        check(session, text, tokens)
 
 
 @pytest.mark.parametrize(("n_ubatch", "gamma"), [(1, 0), (2, 0), (3, 1), (5, 3), (12, 8)])
@@ -146,15 +149,3 @@ def test_a_message_that_changes_costs_no_conversation(
             tokens, n_prefilled = answer(session, text)
             assert n_prefilled <= len(text) - len(first) + 8
             check(session, text, tokens)
-
-
-def test_ctrl_c_goes_back_to_a_checkpoint(hybrid: Path, check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Session.open(config(hybrid, n_checkpoints=8)) as session:
-        with monkeypatch.context() as patch:
-            interrupt_decode(patch, 4)
-            cut = answered(session, PROMPT * 3, 30)
-        assert cut.stop_reason == "interrupted"
-        text = [*PROMPT * 3, *cut.tokens]
-        tokens, n_prefilled = answer(session, text)
-        assert n_prefilled < len(text)
-        check(session, text, tokens)

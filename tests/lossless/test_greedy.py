@@ -87,14 +87,6 @@ def test_drafts_are_accepted(kind: str, tiny_moe: Path, tiny_draft: Path) -> Non
         assert stats.tokens_per_step > 1
 
 
-def test_draft_equal_to_the_target_is_always_accepted(tiny: TinyFactory) -> None:
-    path = tiny("gpt-oss")
-    with opened(path, ("model", 4), path) as session:
-        stats = answer(session, PROMPT, 41).stats
-        assert stats.accepted == stats.drafted == 32
-        assert stats.steps == 8
-
-
 def test_moe_draft_has_a_sensor_of_its_own(tiny: TinyFactory, tiny_moe: Path, stock_of: StockOf) -> None:
     """Target and draft both route: phases and shapes show that neither sensor sees the other's graphs."""
     with opened(tiny_moe, ("model", 4), tiny("llama")) as session:
@@ -111,29 +103,6 @@ def test_moe_draft_has_a_sensor_of_its_own(tiny: TinyFactory, tiny_moe: Path, st
     assert seen == [{Phase.PREFILL, Phase.VERIFY, Phase.DECODE} & seen[0], {Phase.PREFILL, Phase.DRAFT}]
     assert Phase.VERIFY in seen[0]
     assert not judge(stock_of(tiny_moe), PROMPT, generation.tokens).faults
-
-
-@pytest.mark.parametrize("speculation", [None, ("model", 4), ("ngram", 4)])
-def test_stock_mode_is_the_same_loop(
-    speculation: Speculation, tiny_moe: Path, tiny_draft: Path, stock_of: StockOf
-) -> None:
-    """Our backend takes no operations: the same tokens as with it, plain decoding the same as plain llama_cpp calls."""
-    answers = []
-    for mode in ("stock", "moeedge"):
-        with opened(tiny_moe, speculation, tiny_draft, mode=mode) as session:
-            answers.append(answer(session, PROMPT, N_PREDICT).tokens)
-    assert answers[0] == answers[1]
-    if speculation is None:
-        assert answers[0] == stock_of(tiny_moe).answer(PROMPT, N_PREDICT)
-
-
-def test_prefix_reuse_keeps_the_answer(tiny_moe: Path, tiny_draft: Path, stock_of: StockOf) -> None:
-    """A second turn computes only the new tokens and gives the answer of stock for the entire prompt."""
-    with opened(tiny_moe, ("model", 4), tiny_draft) as session:
-        prompt = [*PROMPT, *answer(session, PROMPT, 20).tokens, *REPETITIVE[:7]]
-        second = answer(session, prompt, 30)
-        assert second.stats.prefill_tokens < 10
-    assert not judge(stock_of(tiny_moe), prompt, second.tokens).faults
 
 
 @pytest.mark.slow

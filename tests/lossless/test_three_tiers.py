@@ -5,8 +5,6 @@ The contexts' own model has zeros instead of experts, so that whatever read the 
 
 from __future__ import annotations
 
-import errno
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -316,30 +314,6 @@ def test_detaching_and_short_memory(
         assert ram.info.n_slots <= 3 and manager.loads_on_demand
         assert ram.stats().blocks > n_blocks
         assert sum("RAM" in note for note in session.info.notes) >= 2
-
-
-def test_a_full_disk_is_reported_once(many: Path, own_cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(_file: Path, _measured: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(ram_tier, "write_measurement", full)
-    notes: list[Notification] = []
-    with Session.open(tier_config(many), run=Run(notes.append)) as session:
-        greedy_answer(session, PROMPT, 4)
-    assert sum(os.strerror(errno.ENOSPC) in note for note in notes) == 1
-
-
-def test_a_lost_cache_in_ram_is_reported_once(
-    many: Path, own_cache_folder: Path, stock: StockContext, counting: CountingDevice
-) -> None:
-    """The GPU is not blamed: it goes on, next to the mapped file."""
-    notes: list[Notification] = []
-    with opened(tier_config(many, device=DEVICE)) as (session, manager, ram):
-        session.run.show = notes.append
-        ram.set_read_faults(ReadFault.THREADS, 1)
-        assert_answers(session, stock, PROMPT, 12, 2)
-        assert notes.count(LOST) == 1
-        assert not manager.loads_on_demand and manager.active and session.model.uses_gpu
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.17])
