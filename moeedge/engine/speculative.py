@@ -300,20 +300,6 @@ class SpeculativeLoop:
 
     # between the steps
 
-    def prefill_part(self, text: TextState) -> bool:
-        """Decodes a part of a long prompt between steps of other texts; False where `prefill` needs one graph."""
-        n_held = text.begin_prompt()
-        part = text.history[n_held : n_held + self.target.n_ubatch]
-        if n_held + len(part) == len(text.history):
-            return False
-        text.target.decode(part, phase=Phase.PREFILL, logits="none", run=self._watched)
-        text.n_prefilled += len(part)
-        counts = self._read_counts()
-        if self.placement is not None:
-            assert counts is not None
-            self.placement.after_verification(counts, part, StepRecord(tokens=[]))
-        return True
-
     def prefill(self, text: TextState) -> StepRecord:
         """Decodes what the KV cache lacks of a text's prompt and draws its first token."""
         if self.placement is not None:
