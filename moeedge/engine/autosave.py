@@ -67,7 +67,6 @@ class Autosave:
 
     @property
     def is_saving(self) -> bool:
-        """Whether the chat is on disk."""
         return self._file >= 0 and not self.warning
 
     def update(self, conversation: Conversation, settings: Settings) -> None:
@@ -87,7 +86,6 @@ class Autosave:
         self._header, self._messages = header, messages
 
     def add_step(self, text: str, tokens: Sequence[int]) -> None:
-        """Writes the next piece of the answer to the open question."""
         if self._file >= 0:
             self._write([{"text": text, "tokens": list(tokens)}])
 

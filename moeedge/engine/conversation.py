@@ -40,7 +40,6 @@ class Conversation:
 
     @property
     def has_question(self) -> bool:
-        """Whether the last message is a question without an answer."""
         return bool(self.messages) and self.messages[-1].role == "user"
 
     def ask(self, text: str) -> None:
@@ -51,7 +50,6 @@ class Conversation:
         self.messages.append(Message("user", text))
 
     def answer(self, text: str) -> None:
-        """Append the answer to the open question."""
         self._expect("user")
         self.messages.append(Message("assistant", text))
 

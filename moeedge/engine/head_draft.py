@@ -33,7 +33,6 @@ class StateLog:
 
     @property
     def n_kept(self) -> int:
-        """States that fit."""
         return len(self._rows)
 
     def add(self, position: int, states: StateRows) -> None:
@@ -60,7 +59,6 @@ class StateLog:
         self.add(start, rows)
 
     def clear(self) -> None:
-        """Forgets all states."""
         self._first = self.end = 0
 
 

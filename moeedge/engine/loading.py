@@ -102,7 +102,6 @@ def host_bytes(config: EngineConfig, device: ResolvedDevice) -> int:
 
 
 def files_of(config: EngineConfig) -> list[Path]:
-    """The files of the target and of a draft model."""
     return [config.model, config.draft] if isinstance(config.draft, Path) and config.gamma > 0 else [config.model]
 
 
@@ -169,7 +168,6 @@ def load_draft(
 
 
 def _storage(n_bytes: int, free_bytes: int | None = None, total_bytes: int | None = None) -> Storage:
-    """The place of weights that are read in full."""
     return "loaded" if fits(n_bytes, free_bytes, total_bytes) else "mapped"
 
 

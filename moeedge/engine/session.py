@@ -159,7 +159,6 @@ class Session(Closing):
 
     @property
     def model(self) -> Model:
-        """The target model."""
         return self.target.model
 
     @property
@@ -309,7 +308,6 @@ class Session(Closing):
         }
 
     def _draft_of(self, sequence: int) -> DraftSource:
-        """The source of drafts for the text in that sequence."""
         if self.gamma == 0:
             return DraftSource()
         if self.script is not None and isinstance(self.draft, NgramDraft):
@@ -468,7 +466,6 @@ def _next_to_device(config: EngineConfig) -> PlacementConfig:
 
 
 def _cache_fields(placement: PlacementManager | None) -> dict[str, Any]:
-    """The fields of EngineInfo about the expert cache."""
     if placement is None:
         empty = {"cache_ratio": 0.0, "cache_slots": 0, "pool_bytes": 0, "vram_bytes": None}
         return {"device": "none", "policy": "none", **empty}

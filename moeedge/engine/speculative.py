@@ -347,5 +347,4 @@ class SpeculativeLoop:
 
     @property
     def _sense_s(self) -> float:
-        """Time that the target's native sensor has taken so far."""
         return 0.0 if self.target.sensor is None else self.target.sensor.sense_s

@@ -277,7 +277,6 @@ class Model(Closing):
 
     @cached_property
     def eog_tokens(self) -> tuple[int, ...]:
-        """All tokens that end an answer."""
         return tuple(token for token in range(self.info.n_vocab) if lib.llama_vocab_is_eog(self.vocab, token))
 
     @property
