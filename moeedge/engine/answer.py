@@ -90,12 +90,21 @@ class Answer:
             return frozenset()
         return frozenset(self.state.target.context.model.tokenize("".join(self.reasoning_tags), add_special=False))
 
-    def add_prompt(self, record: StepRecord, prefill_s: float) -> StepRecord:
-        """Adds the first token; the last part of the prompt took `prefill_s`."""
+    def read_prompt(self, loop: SpeculativeLoop) -> StepRecord:
+        """Decodes the prompt and adds the first token; as `add_step`."""
+        start_s = time.perf_counter()
+        record = loop.attempt(loop.prefill, self.state)
+        now_s = time.perf_counter()
         self._count_prompt()
-        self.stats.prefill_s += prefill_s
-        self.stats.ttft_s = time.perf_counter() - self._start_s
+        self.stats.prefill_s += now_s - start_s
+        self.stats.ttft_s = now_s - self._start_s
         return self._emit(record)
+
+    def begin(self, loop: SpeculativeLoop) -> None:
+        """Prepares the first step, for which the first token does not wait."""
+        start_s = time.perf_counter()
+        loop.attempt(loop.begin, self.state)
+        self.stats.prefill_s += time.perf_counter() - start_s
 
     def _count_prompt(self) -> None:
         self.stats.cached_tokens = self.state.n_cached or 0
@@ -208,18 +217,14 @@ class Generation(Answer):
         loop = self.loop
         try:
             loop.check_owner()
-            start_s = time.perf_counter()
-            record = loop.attempt(loop.prefill, self.state)
-            yield self.add_prompt(record, time.perf_counter() - start_s)
+            yield self.read_prompt(loop)
             while self.stop_reason is None:
                 loop.check_owner()
                 if loop.run.cancelled():
                     self.interrupt(loop)
                 elif self.make_room():
                     if self.stats.steps == 0:
-                        start_s = time.perf_counter()
-                        loop.attempt(loop.begin, self.state)
-                        self.stats.prefill_s += time.perf_counter() - start_s
+                        self.begin(loop)
                     [record], times = loop.timed_step([self.n_drafts])
                     yield self.add_step(record, **times)
         except (KeyboardInterrupt, Cancelled):
@@ -298,19 +303,16 @@ class ParallelGeneration:
 
     def _join(self, free: Sequence[ContextSequence]) -> None:
         """Decodes the prompt of the text that waits longest, in one of the `free` sequences."""
-        start_s, loop, index = time.perf_counter(), self._loop, self._waiting[0]
+        loop, index = self._loop, self._waiting[0]
         answer = self.answers[index]
         state = answer.state
         sequence = max(free, key=lambda each: each.n_common(state.history))
         loop.place(state, sequence.index)
         self._active[self._waiting.popleft()] = answer
         loop.texts = [each.state for each in self._active.values()]
-        record = loop.attempt(loop.prefill, state)
-        now_s = time.perf_counter()
-        self._hand_out(index, answer.add_prompt(record, now_s - start_s))
+        self._hand_out(index, answer.read_prompt(loop))
         if answer.stop_reason is None:
-            loop.attempt(loop.begin, state)
-            answer.stats.prefill_s += time.perf_counter() - now_s
+            answer.begin(loop)
         self.stats.prefill_s += answer.stats.prefill_s
         self.stats.prefill_tokens += answer.stats.prefill_tokens
 

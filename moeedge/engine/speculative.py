@@ -56,13 +56,6 @@ class TextState:
         del self.history[n_keep : n_keep + n_discard]
         return True
 
-    def begin_prompt(self) -> int:
-        """Trims the target's KV cache to what it holds of the text; returns how many tokens."""
-        n_held = self.target.keep_prefix(self.history[:-1])
-        if self.n_cached is None:
-            self.n_cached = n_held
-        return n_held
-
     def restore(self) -> None:
         """Trims both KV caches to the accepted text, after a step was cut off in the middle."""
         self.target.keep_prefix(self.history)
@@ -305,7 +298,9 @@ class SpeculativeLoop:
         if self.placement is not None:
             self.placement.begin_prompt()
         start_s = time.perf_counter()
-        n_held = text.begin_prompt()
+        n_held = text.target.keep_prefix(text.history[:-1])
+        if text.n_cached is None:
+            text.n_cached = n_held
         prompt = text.history[n_held:]
         try:
             logits = text.target.prefill(prompt, logits="last", run=self._watched)
