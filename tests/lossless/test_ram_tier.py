@@ -15,7 +15,6 @@ import pytest
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, EngineInfo
 from moeedge.errors import InputError
-from moeedge.experts import Residency
 from moeedge.llama import dense_weights
 from moeedge.llama.dense_weights import DenseWeights
 from moeedge.llama.gguf_file import expert_bytes, expert_tensors
@@ -29,12 +28,10 @@ from moeedge.scheduler.governor import StepCost
 from moeedge.scheduler.manager import PlacementManager
 from moeedge.scheduler.ram_tier import describe_dense, free_for_slots
 from moeedge.scheduler.slot_memory import LOST
-from moeedge.scheduler.tiers import RamTier
 from moeedge.ui.figures import live_cache_figures
 from moeedge.units import format_bytes
 from tests.lossless.conftest import PROMPT, Loaded, each_case
 from tests.support.cases import MOE_CASES
-from tests.support.experts import drain
 from tests.support.hybrid import MANY_EXPERTS, assert_answers, greedy_answer
 from tests.support.ram_driver import file_context, ram_context
 from tests.support.stock import StockContext
@@ -132,49 +129,6 @@ def test_the_counts_are_stocks(tiny_moe: Path) -> None:
             assert session.counts is not None
             counts.append(session.counts.copy())
     assert np.array_equal(*counts)
-
-
-def test_the_lowest_utility_goes(tiny_moe: Path) -> None:
-    """Experts of a high utility stay, once they are there."""
-    with ram_context(tiny_moe, 0.5) as (context, cache):
-        context.decode(TOKENS[:1], phase=Phase.DECODE)
-        first = cache.copy_residency() == Residency.RESIDENT
-        cache.set_utilities(first.astype(np.float32))
-        for token in TOKENS[:40]:
-            context.decode([token], phase=Phase.DECODE)
-        assert cache.stats().evictions > 0
-        assert (cache.copy_residency() == Residency.RESIDENT)[first].all()
-        with pytest.raises(ValueError, match="utility"):
-            cache.set_utilities(np.zeros((1, 1), dtype=np.float32))
-
-
-def test_short_memory_takes_slots_that_hold_experts(tiny_moe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Empty slots give no memory back; one for each layer stays, so that more can be taken again."""
-    with StockContext(tiny_moe, n_ctx=512) as stock, opened(config_of(tiny_moe, 2.0)) as (session, manager):
-        (tier,) = manager.tiers
-        assert isinstance(tier, RamTier)
-        notices = [note for note in session.info.notes if isinstance(note, Notification)]
-        assert [note.level for note in notices[:2]] == [Level.NOTICE] * 2
-        greedy_answer(session, PROMPT[:4], 2)
-        drain(manager.cache)  # an expert that arrives later would be counted by the update alone
-        n_used, n_slots = manager.cache.stats().slots_used, manager.cache.info.n_slots
-        assert 10 < n_used < n_slots
-        _, capacity, slot_bytes = manager.cache.groups()
-        mean_bytes = int((capacity * slot_bytes).sum()) / n_slots
-        watch, said = tier.slots.watch, len(session.info.notes)
-        tier.slots._stop.set()
-        for missing_bytes, least, most in ((4 * mean_bytes, n_used - 6, n_used - 4), (1 << 50, 1, 3)):
-            monkeypatch.setattr(watch, "missing_bytes", lambda n=missing_bytes: round(n))
-            tier.slots.update()
-            monkeypatch.setattr(watch, "missing_bytes", lambda: 0)
-            assert least <= manager.cache.info.n_slots <= most
-            assert_answers(session, stock, PROMPT, 12, what=f"{most} slots")
-        assert manager.active and manager.loads_on_demand
-        monkeypatch.setattr(watch, "take_spare_bytes", lambda: 1 << 50)
-        tier.slots.update()
-        manager.watch_memory()
-        assert manager.cache.info.n_slots == n_slots
-        assert len(session.info.notes) == said + 3
 
 
 def test_what_is_said_of_a_lost_cache(tiny_moe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
