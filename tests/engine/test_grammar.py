@@ -37,12 +37,6 @@ PROMPT = list(b"A list of names and of dates: ")
 
 
 @pytest.fixture(scope="module")
-def model(tiny_moe: Path) -> Iterator[Model]:
-    with Model.load(tiny_moe, header_only=True) as loaded:
-        yield loaded
-
-
-@pytest.fixture(scope="module")
 def stock(tiny_moe: Path) -> Iterator[StockContext]:
     with StockContext(tiny_moe, n_ctx=512) as context:
         yield context

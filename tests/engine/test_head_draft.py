@@ -13,14 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moeedge.engine.drafts import DraftRequest
-from moeedge.engine.head_draft import HeadDraft, StateLog
+from moeedge.engine.head_draft import StateLog
 from moeedge.engine.loading import drafts_for_itself
 from moeedge.engine.sampling import Sampler
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
-from moeedge.llama.context import Context
-from moeedge.llama.draft_heads import HeadContext, own_head
+from moeedge.llama.draft_heads import own_head
 from moeedge.llama.model import Model
 from moeedge.native.abi import Phase
 from moeedge.run import Run
@@ -307,27 +306,6 @@ def test_which_models_draft_for_themselves(tiny: TinyFactory) -> None:
     # a head needs its weights: llama.cpp would end the process
     with Model.load(tiny("glm4moe")) as model, pytest.raises(ValueError, match="without its head"):
         own_head(model)
-
-
-def test_the_head_computes_as_llama_cpp_does_in_one_batch(tiny: TinyFactory) -> None:
-    """Token by token and in one batch the head's logits agree: states are taken of the right positions."""
-    with Model.load(tiny("glm4moe"), head=True) as model, Context(model, n_ctx=256, n_threads=1) as target:
-        kind = own_head(model)
-        with HeadContext(model, kind, target, n_threads=1) as context:
-            head = HeadDraft(target, context, n_vocab=model.info.n_vocab)
-            target.sequences[0].prefill(PROMPT, logits="last")
-            states = head.states(0, 0, len(PROMPT))
-            assert not states[0].any() and np.abs(states[1:]).max(axis=1).min() > 0
-            sequence = context.sequences[0]
-            together = sequence.decode(PROMPT[:4], phase=Phase.DRAFT, logits="all", states=states[:4]).copy()
-            last = context.last_state(4)
-            context.clear()
-            rows = []
-            for i in range(4):
-                row = sequence.decode(PROMPT[i : i + 1], phase=Phase.DRAFT, logits="all", states=states[i : i + 1])
-                rows.append(row.copy())
-            np.testing.assert_allclose(np.concatenate(rows), together, atol=0.1)
-            np.testing.assert_allclose(context.last_state(1), last, atol=0.1)
 
 
 @pytest.mark.parametrize("case", ["mtp-glm4moe", "chain-hy_v3", "eagle-qwen3moe"])

@@ -21,6 +21,7 @@ from tests.support.recurrent import make_mamba
 from tests.support.sessions import GREEDY, answered
 
 RANDOM = SamplingConfig(temperature=1, top_k=0, top_p=1, min_p=0, seed=3)
+LETTERS = replace(RANDOM, grammar="root ::= [a-z ]+")
 RNG = np.random.default_rng(11)
 PROMPTS = [RNG.integers(0, 256, n).tolist() for n in (24, 5, 11, 40)]
 N_PREDICT = 30
@@ -46,8 +47,8 @@ def alone(config: EngineConfig) -> Tokens:
 
 
 @pytest.fixture(scope="module")
-def drawn(config: EngineConfig) -> Tokens:
-    return single(config, sampling=RANDOM)
+def drawn(config: EngineConfig) -> dict[SamplingConfig, Tokens]:
+    return {sampling: single(config, sampling=sampling) for sampling in (RANDOM, LETTERS)}
 
 
 @pytest.fixture
@@ -246,16 +247,21 @@ def test_shifting_one_text(tiny: TinyFactory) -> None:
     assert tokens_of(generation) == single(options, PROMPTS[:2], 100)
 
 
-@pytest.mark.parametrize("n_ubatch", [512, 16])
+@pytest.mark.parametrize(("n_ubatch", "sampling"), [(512, RANDOM), (16, RANDOM), (512, LETTERS)])
 @pytest.mark.parametrize("at_call", [1, 2, 3, 4, 5, 7, 8, 12])
-def test_the_answers_go_on_without_a_gpu(config: EngineConfig, drawn: Tokens, at_call: int, n_ubatch: int) -> None:
-    """Text by text with the same random numbers; texts that wait start on the CPU. 16: prompts have several graphs."""
+def test_the_answers_go_on_without_a_gpu(
+    config: EngineConfig, drawn: dict[SamplingConfig, Tokens], at_call: int, n_ubatch: int, sampling: SamplingConfig
+) -> None:
+    """Text by text with the same random numbers; texts that wait start on the CPU, with the new model's vocabulary.
+
+    n_ubatch 16: prompts have several graphs.
+    """
     with Session.open(replace(config, cpu_fallback=True, n_ubatch=n_ubatch)) as session:
         pretend_gpu(session)
         with failing(at_call):
-            generation = finished(session, sampling=RANDOM)
+            generation = finished(session, sampling=sampling)
         assert not session.model.uses_gpu
-        assert tokens_of(generation) == drawn
+        assert tokens_of(generation) == drawn[sampling]
 
 
 def test_refusals(config: EngineConfig, session: Session, tmp_path: Path) -> None:

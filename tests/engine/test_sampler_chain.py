@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import llama_cpp.llama_cpp as lib
@@ -25,12 +24,6 @@ P_VALUE = 1e-3  # seeds are fixed, so a passing test passes always
 ORDERS = [DEFAULT_SAMPLERS, DEFAULT_SAMPLERS[::-1], ("top_k", "temperature"), ("temperature", "min_p"), ("infill",), ()]
 PLAIN = ("penalties", "top_k", "top_p", "min_p", "temperature")
 ALL = SamplingConfig(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
-
-
-@pytest.fixture(scope="module")
-def model(tiny_moe: Path) -> Iterator[Model]:
-    with Model.load(tiny_moe, header_only=True) as loaded:
-        yield loaded
 
 
 def reference(model: Model | None, logits: np.ndarray, config: SamplingConfig, history: Sequence[int]) -> np.ndarray:

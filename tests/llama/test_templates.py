@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import llama_cpp.llama_cpp as lib
 import pytest
 
@@ -44,12 +41,6 @@ STRICT = (  # without a system role
     "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
     "{{ bos_token }}{% for m in messages %}[{{ m['content'] }}]{% endfor %}"
 )
-
-
-@pytest.fixture(scope="module")
-def model(tiny_moe: Path) -> Iterator[Model]:
-    with Model.load(tiny_moe, header_only=True) as loaded:
-        yield loaded
 
 
 def by_llama_cpp(name: str) -> str:
