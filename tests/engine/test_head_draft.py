@@ -28,7 +28,7 @@ from tests.conftest import TinyFactory
 from tests.engine.conftest import Check
 from tests.support.hybrid import hybrid_config
 from tests.support.interruption import interrupt_decode
-from tests.support.sessions import GREEDY, answered
+from tests.support.sessions import GREEDY, answered, plain_config
 
 PROMPT = np.random.default_rng(4).integers(0, 256, 24).tolist()
 N_PREDICT = 60
@@ -66,8 +66,7 @@ def files(tiny: TinyFactory, case: str) -> Pair:
 
 
 def options(pair: Pair, **changes: Any) -> EngineConfig:
-    fields = {"model": pair[0], "draft": pair[1], "gamma": 4, "n_ctx": 512, "n_threads": 1, "device": "none"}
-    return EngineConfig(**fields | changes)
+    return plain_config(*pair, **{"gamma": 4} | changes)
 
 
 def answer(session: Session, prompt: Sequence[int] = PROMPT, n_predict: int = N_PREDICT, **changes: Any) -> list[int]:

@@ -19,7 +19,7 @@ from moeedge.run import Run
 from tests.support.answers import assert_equal_answers as check
 from tests.support.interruption import interrupt_decode
 from tests.support.machine import Here
-from tests.support.sessions import GREEDY, answered
+from tests.support.sessions import GREEDY, answered, plain_config
 from tests.support.stock import StockContext
 
 PROMPT = np.random.default_rng(4).integers(0, 256, 24).tolist()
@@ -40,8 +40,7 @@ def reference(pair: Pair) -> list[int]:
 
 def options(pair: Pair, draft: Draft = "model", **changes: Any) -> EngineConfig:
     source = {"model": pair[1], "self": pair[0], "ngram": "ngram", "none": None}[draft]
-    fields: dict[str, Any] = {"gamma": 4, "n_ctx": 512, "n_threads": 1, "device": "none"}
-    return EngineConfig(**{"model": pair[0], "draft": source} | fields | changes)
+    return plain_config(pair[0], source, **{"gamma": 4} | changes)
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from moeedge.ui.figures import answer_rows, turn_line
 from tests.benchmarks.stop_prompt import measure
 from tests.conftest import TinyFactory
 from tests.support.ram_driver import ram_context
-from tests.support.sessions import GREEDY, answered
+from tests.support.sessions import GREEDY, answered, plain_config
 from tests.support.stock import StockContext
 
 TOKENS = np.random.default_rng(5).integers(0, 256, 200).tolist()
@@ -67,8 +67,7 @@ class StopAfter(Stop):
 
 
 def config(path: Path, draft: Any = None, **changes: Any) -> EngineConfig:
-    fields: dict[str, Any] = {"gamma": 4 if draft else 0, "n_ctx": 1024, "n_threads": 1, "device": "none"}
-    return EngineConfig(model=path, draft=draft, **fields | {"n_ubatch": N_UBATCH} | changes)
+    return plain_config(path, draft, **{"n_ctx": 1024, "n_ubatch": N_UBATCH} | changes)
 
 
 def stock_answer(path: Path) -> list[int]:
