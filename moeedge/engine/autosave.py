@@ -171,8 +171,8 @@ def take_over(chat: UnfinishedChat, save: Callable[[], bool]) -> None:
 
 def remove(chat: UnfinishedChat) -> None:
     """Removes the file of `chat`, unless another process has resumed it."""
-    with suppress(OSError), _locked(chat.path):
-        chat.path.unlink()
+    with suppress(InputError):
+        take_over(chat, lambda: True)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from moeedge.errors import EmptyPromptError, InputError
 from moeedge.llama.reasoning import MODEL_TEMPLATE, ReasoningTags, TemplateChoice, split_reasoning
-from moeedge.paths import replace_file
+from moeedge.paths import write_file
 from moeedge.schemas import read_json
 
 if TYPE_CHECKING:
@@ -120,11 +120,8 @@ class Conversation:
 
     def save(self, path: Path, *, model: str = "") -> None:
         """Write the conversation to `path`; a failure leaves an old file as it is. Raises InputError then."""
-        try:
-            with replace_file(path) as new_file:
-                new_file.write_text(self.to_json(model=model), encoding="utf-8")
-        except OSError as error:
-            raise InputError(f"{path} cannot be written: {error.strerror}.") from None
+        with write_file(path, "conversation") as new_file:
+            new_file.write_text(self.to_json(model=model), encoding="utf-8")
 
     @classmethod
     def load(cls, path: Path) -> Conversation:

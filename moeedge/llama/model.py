@@ -313,7 +313,8 @@ class Model(Closing):
         """
         typed = [message["content"] for message in messages if message["role"] == "user"]
         tokens_typed = {token for text in typed for token in self.tokenize(text, add_special=False)}
-        used = {token for token in tokens_typed if self._is_control(token)}
+        attributes = {token: lib.llama_vocab_get_attr(self.vocab, token) for token in tokens_typed}
+        used = {token for token, bits in attributes.items() if bits & _CONTROL_ATTRIBUTES}
         if not used:
             return self.tokenize(self.render_chat(messages, template=template))
         # a character of Unicode's private use stands for each, since the template sees texts alone
@@ -330,9 +331,6 @@ class Model(Closing):
         for part in filter(None, others):
             tokens += self.tokenize(texts.get(part, part), add_special=False, parse_special=part not in texts)
         return tokens
-
-    def _is_control(self, token: int) -> bool:
-        return bool(lib.llama_vocab_get_attr(self.vocab, token) & _CONTROL_ATTRIBUTES)
 
     def check_template(self, template: TemplateChoice) -> list[str]:
         """Raises InputError for what that chat template cannot do. Returns sentences about variables without effect."""
