@@ -69,18 +69,16 @@ def gpu_config(
     return dataclasses.replace(config, n_gpu_layers=n_gpu_layers)
 
 
-def check(
-    config: EngineConfig, counting: CountingDevice, *, late: bool, alternates: bool = False, n_predict: int = N_PREDICT
-) -> None:
+def check(config: EngineConfig, counting: CountingDevice, *, late: bool, alternates: bool = False) -> None:
     """Two answers of a session: greedy decoding's, computed in part by the device, without hazards."""
     gpu: dict[str, Any] = {"gpu": DEVICE, "n_gpu_layers": config.n_gpu_layers, "experts_on_cpu": True}
     with StockContext(config.model, n_ctx=512, **gpu) as stock:
-        stock.answer(PROMPT, n_predict)
+        stock.answer(PROMPT, N_PREDICT)
         with counting.late() if late else nullcontext(), Session.open(config) as session:
             assert session.placement is not None
             session.placement.governor = AlternatingCache() if alternates else None
             counting.reset()
-            assert_answers(session, stock, PROMPT, n_predict, 2)
+            assert_answers(session, stock, PROMPT, N_PREDICT, 2)
             hit_stats(session)
             assert count(counting.timeline()).launches > 0
             counting.check()
@@ -162,14 +160,6 @@ def test_prompts_streamed_in_chunks(
             large = blocks[blocks["n_tokens"] > 64]
             assert len(large) > 0 and (large["path"] == PrefillPath.STREAM.code).all()
             counting.check()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("n_gpu_layers", "late"), [(1, True), (24, False), (ALL, True)])
-def test_the_bundled_pair(
-    n_gpu_layers: int, late: bool, bundled_pair: tuple[Path, Path], counting: CountingDevice
-) -> None:
-    check(gpu_config(*bundled_pair, 0.17, n_gpu_layers=n_gpu_layers), counting, late=late, n_predict=8)
 
 
 # what ggml's scheduler gives our backend
