@@ -13,7 +13,7 @@ from functools import cached_property, partial
 from moeedge.engine.speculative import SpeculativeLoop, TextState
 from moeedge.engine.types import GenerationStats, SamplingConfig, StopReason
 from moeedge.llama.reasoning import ReasoningTags, n_begun
-from moeedge.llama.sequence import Cancelled
+from moeedge.llama.sequence import Cancelled, ContextSequence
 from moeedge.scheduler.stats import StepRecord
 
 
@@ -90,12 +90,21 @@ class Answer:
             return frozenset()
         return frozenset(self.state.target.context.model.tokenize("".join(self.reasoning_tags), add_special=False))
 
-    def add_prompt(self, record: StepRecord, prefill_s: float) -> StepRecord:
-        """Adds the first token; the last part of the prompt took `prefill_s`."""
+    def read_prompt(self, loop: SpeculativeLoop) -> StepRecord:
+        """Decodes the prompt and adds the first token; as `add_step`."""
+        start_s = time.perf_counter()
+        record = loop.attempt(loop.prefill, self.state)
+        now_s = time.perf_counter()
         self._count_prompt()
-        self.stats.prefill_s += prefill_s
-        self.stats.ttft_s = time.perf_counter() - self._start_s
+        self.stats.prefill_s += now_s - start_s
+        self.stats.ttft_s = now_s - self._start_s
         return self._emit(record)
+
+    def begin(self, loop: SpeculativeLoop) -> None:
+        """Prepares the first step, for which the first token does not wait."""
+        start_s = time.perf_counter()
+        loop.attempt(loop.begin, self.state)
+        self.stats.prefill_s += time.perf_counter() - start_s
 
     def _count_prompt(self) -> None:
         self.stats.cached_tokens = self.state.n_cached or 0
@@ -208,18 +217,14 @@ class Generation(Answer):
         loop = self.loop
         try:
             loop.check_owner()
-            start_s = time.perf_counter()
-            record = loop.attempt(loop.prefill, self.state)
-            yield self.add_prompt(record, time.perf_counter() - start_s)
+            yield self.read_prompt(loop)
             while self.stop_reason is None:
                 loop.check_owner()
                 if loop.run.cancelled():
                     self.interrupt(loop)
                 elif self.make_room():
                     if self.stats.steps == 0:
-                        start_s = time.perf_counter()
-                        loop.attempt(loop.begin, self.state)
-                        self.stats.prefill_s += time.perf_counter() - start_s
+                        self.begin(loop)
                     [record], times = loop.timed_step([self.n_drafts])
                     yield self.add_step(record, **times)
         except (KeyboardInterrupt, Cancelled):
@@ -247,9 +252,7 @@ class ParallelGeneration:
         self.stats = GenerationStats(prefill_generated=0)
         self.of_texts = defaultdict[int, GenerationStats](partial(GenerationStats, prefill_generated=0))
         self._waiting: deque[int] = deque()  # indices of answers
-        self._joining: int | None = None  # the text whose prompt is being decoded; it has a sequence
-        self._active: dict[int, Answer] = {}
-        self._free = list(range(len(self._loop.target.sequences)))  # sequences without a text
+        self._active: dict[int, Answer] = {}  # those that have a sequence
         self._ready: deque[tuple[int, StepRecord]] = deque()  # computed, and not yielded yet
 
     def add(self, prompt: Sequence[int], *, n_predict: int = -1, sampling: SamplingConfig) -> int:
@@ -261,7 +264,7 @@ class ParallelGeneration:
     def stop(self, index: int) -> None:
         """Ends one answer here; what was emitted stays in its `tokens` and in the KV cache."""
         answer = self.answers[index]
-        if index in self._active or index == self._joining:
+        if index in self._active:
             answer.interrupt(self._loop)
             self._end(index)
         elif answer.stop_reason is None:
@@ -278,56 +281,40 @@ class ParallelGeneration:
 
     def __next__(self) -> tuple[int, StepRecord]:
         while not self._ready:
-            if not self._active and not self._waiting and self._joining is None:
+            if not self._active and not self._waiting:
                 raise StopIteration
             self._advance()
         return self._ready.popleft()
 
     def _advance(self) -> None:
-        """Decodes the prompt of a text that joins, or one step of all texts; of a long prompt a part before each."""
+        """Decodes the prompt of a text that joins, or one step of all texts."""
         self._loop.check_owner()
+        taken = {answer.state.target.index for answer in self._active.values()}
+        free = [sequence for sequence in self._loop.target.sequences if sequence.index not in taken]
         try:
             if self._loop.run.cancelled():
                 self.close()
-                return
-            if self._joining is None and self._waiting and self._free:
-                state, sequences = self.answers[self._waiting[0]].state, self._loop.target.sequences
-                sequence = max(self._free, key=lambda free: sequences[free].n_common(state.history))
-                self._loop.place(state, sequence)
-                self._free.remove(sequence)
-                self._joining = self._waiting.popleft()  # last: an interrupt before it leaves the text waiting
-            if self._joining is None or not self._join(self._joining):
+            elif self._waiting and free:
+                self._join(free)
+            else:
                 self._step()
         except (KeyboardInterrupt, Cancelled):
             self.close()
 
-    def _join(self, index: int) -> bool:
-        """Decodes the prompt of a text, or a part of a long one; returns whether it has joined."""
-        start_s = time.perf_counter()
-        answer, loop = self.answers[index], self._loop
+    def _join(self, free: Sequence[ContextSequence]) -> None:
+        """Decodes the prompt of the text that waits longest, in one of the `free` sequences."""
+        loop, index = self._loop, self._waiting[0]
+        answer = self.answers[index]
         state = answer.state
-        loop.place(state, state.target.index)  # a GPU may have failed
-        loop.texts = [*(each.state for each in self._active.values()), state]
-        if len(self._active) > 0 and loop.attempt(loop.prefill_part, state):
-            loop.texts.pop()
-            self._add_prefill(answer, start_s)
-            return False
-        record = loop.attempt(loop.prefill, state)
-        now_s = time.perf_counter()
-        self.stats.prefill_s += now_s - start_s
-        shown = answer.add_prompt(record, now_s - start_s)
-        self.stats.prefill_tokens += answer.stats.prefill_tokens
-        self._joining, self._active[index] = None, answer
-        self._hand_out(index, shown)
+        sequence = max(free, key=lambda each: each.n_common(state.history))
+        loop.place(state, sequence.index)
+        self._active[self._waiting.popleft()] = answer
+        loop.texts = [each.state for each in self._active.values()]
+        self._hand_out(index, answer.read_prompt(loop))
         if answer.stop_reason is None:
-            loop.attempt(loop.begin, state)
-            self._add_prefill(answer, now_s)
-        return True
-
-    def _add_prefill(self, answer: Answer, start_s: float) -> None:
-        seconds = time.perf_counter() - start_s
-        answer.stats.prefill_s += seconds
-        self.stats.prefill_s += seconds
+            answer.begin(loop)
+        self.stats.prefill_s += answer.stats.prefill_s
+        self.stats.prefill_tokens += answer.stats.prefill_tokens
 
     def _step(self) -> None:
         for index, answer in list(self._active.items()):
@@ -360,8 +347,5 @@ class ParallelGeneration:
         """An answer is complete: its sequence is free for another text, which may reuse what the KV cache holds."""
         answer = self.answers[index]
         answer.read([], last=True)
-        if self._joining == index:
-            self._joining = None
         self._active.pop(index, None)
-        self._free.append(answer.state.target.index)
         self._loop.texts = [each.state for each in self._active.values()]

@@ -67,7 +67,6 @@ class Autosave:
 
     @property
     def is_saving(self) -> bool:
-        """Whether the chat is on disk."""
         return self._file >= 0 and not self.warning
 
     def update(self, conversation: Conversation, settings: Settings) -> None:
@@ -87,7 +86,6 @@ class Autosave:
         self._header, self._messages = header, messages
 
     def add_step(self, text: str, tokens: Sequence[int]) -> None:
-        """Writes the next piece of the answer to the open question."""
         if self._file >= 0:
             self._write([{"text": text, "tokens": list(tokens)}])
 
@@ -173,8 +171,8 @@ def take_over(chat: UnfinishedChat, save: Callable[[], bool]) -> None:
 
 def remove(chat: UnfinishedChat) -> None:
     """Removes the file of `chat`, unless another process has resumed it."""
-    with suppress(OSError), _locked(chat.path):
-        chat.path.unlink()
+    with suppress(InputError):
+        take_over(chat, lambda: True)
 
 
 @contextmanager

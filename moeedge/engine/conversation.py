@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from moeedge.errors import EmptyPromptError, InputError
 from moeedge.llama.reasoning import MODEL_TEMPLATE, ReasoningTags, TemplateChoice, split_reasoning
-from moeedge.paths import replace_file
+from moeedge.paths import write_file
 from moeedge.schemas import read_json
 
 if TYPE_CHECKING:
@@ -40,7 +40,6 @@ class Conversation:
 
     @property
     def has_question(self) -> bool:
-        """Whether the last message is a question without an answer."""
         return bool(self.messages) and self.messages[-1].role == "user"
 
     def ask(self, text: str) -> None:
@@ -51,7 +50,6 @@ class Conversation:
         self.messages.append(Message("user", text))
 
     def answer(self, text: str) -> None:
-        """Append the answer to the open question."""
         self._expect("user")
         self.messages.append(Message("assistant", text))
 
@@ -122,11 +120,8 @@ class Conversation:
 
     def save(self, path: Path, *, model: str = "") -> None:
         """Write the conversation to `path`; a failure leaves an old file as it is. Raises InputError then."""
-        try:
-            with replace_file(path) as new_file:
-                new_file.write_text(self.to_json(model=model), encoding="utf-8")
-        except OSError as error:
-            raise InputError(f"{path} cannot be written: {error.strerror}.") from None
+        with write_file(path, "conversation") as new_file:
+            new_file.write_text(self.to_json(model=model), encoding="utf-8")
 
     @classmethod
     def load(cls, path: Path) -> Conversation:

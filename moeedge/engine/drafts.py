@@ -69,7 +69,6 @@ class DraftSource:
         """Takes in the prompt except its last token. The time counts as prefill."""
 
     def propose(self, request: DraftRequest) -> Proposal:
-        """Tokens that may follow the text."""
         return self._propose(request) if request.gamma > 0 else Proposal()
 
     def _propose(self, request: DraftRequest) -> Proposal:
@@ -305,12 +304,10 @@ class ScriptedSampler(Sampler):
         return list(history)
 
     def candidates(self, logits: FloatRow, history: Sequence[int]) -> Candidates:
-        """The draft of the script."""
         self.argmax(logits, history)
         return Candidates.certain(int(self._script.drafts[len(history)]))
 
     def confidence(self, logits: FloatRow, history: Sequence[int]) -> float:
-        """That of the script."""
         super().confidence(logits, history)
         return float(self._script.confidences[len(history)])
 

@@ -60,7 +60,6 @@ class Path(list[int]):
             self.append(token)
 
     def append(self, token: int) -> None:
-        """Goes on with `token`."""
         super().append(token)
         for sampler in self._counting:
             sampler.accept(token)
@@ -150,7 +149,6 @@ class GrammarPath(list[int]):
         self._check = check
 
     def append(self, token: int) -> None:
-        """Goes on with `token`."""
         self.seen.append(token)
         if self.grammar is not None:
             if self.grammar.allowed(self._check, [token])[0]:
@@ -329,7 +327,6 @@ def new_sampler(config: SamplingConfig, model: Model, begun: Sequence[int] = (),
 
 
 def _sum(candidates: Candidates, allowed: NDArray[np.bool_]) -> float:
-    """The probability of the allowed ones."""
     return float(np.asarray(candidates.probabilities)[allowed].sum())
 
 

@@ -33,7 +33,6 @@ class StateLog:
 
     @property
     def n_kept(self) -> int:
-        """States that fit."""
         return len(self._rows)
 
     def add(self, position: int, states: StateRows) -> None:
@@ -60,23 +59,29 @@ class StateLog:
         self.add(start, rows)
 
     def clear(self) -> None:
-        """Forgets all states."""
         self._first = self.end = 0
 
 
-class DraftHead:
-    """A head, its context, and the states of the target's texts that it may still read."""
+class HeadDraft(ContextDraft):
+    """Drafts of one text by a head, whose entries the target's decode takes back: a rollback has nothing to do.
 
-    def __init__(self, target: Context, context: HeadContext) -> None:
-        self.target, self.context = target, context
-        width = len(context.kind.layers) * target.model.info.n_embd
+    Those of other texts (`for_sequence`) share `logs`: the states of each text that the head may still read.
+    """
+
+    context: HeadContext
+
+    def __init__(self, target: Context, context: HeadContext, *, n_vocab: int) -> None:
+        super().__init__(context, n_vocab=n_vocab, is_eog=target.model.is_eog)
+        self.kind = context.kind
+        self.n_skipped = self.kind.n_skipped
+        width = len(self.kind.layers) * target.model.info.n_embd
         n_kept = int(np.clip(_KEPT_BYTES // (4 * width), *_KEPT_TOKENS))
         self.logs = [StateLog(n_kept, width) for _ in target.sequences]
-        target.tap_states(context.kind.layers, self._take_in)
+        target.tap_states(self.kind.layers, self._take_in)
 
     def _take_in(self, parts: Sequence[BatchPart], states: StateRows) -> None:
         """Keeps the states of a batch of the target, and takes back entries of drafts and of other texts."""
-        state_at, start = self.context.kind.state_at, 0
+        state_at, start = self.kind.state_at, 0
         for part in parts:
             index, n = part.sequence.index, len(part.tokens)
             position = len(part.sequence.tokens) - n
@@ -87,66 +92,57 @@ class DraftHead:
                 rows = states[start + at : start + min(at + size, n)]
                 n_unread = position + at - (entries.n_past + state_at)
                 if n_unread + len(rows) >= log.n_kept:
-                    self.catch_up(index, part.sequence.tokens[: position + at])
+                    self._catch_up(index, part.sequence.tokens[: position + at])
                 log.add(position + at, rows)
             start += n
 
-    def catch_up(self, index: int, history: Sequence[int], run: Run | None = None) -> None:
+    def _catch_up(self, index: int, history: Sequence[int], run: Run | None = None) -> None:
         """Makes the head's KV cache hold the entries of `history`, the first tokens of a text, and no others."""
-        tokens = history[self.context.kind.n_skipped :]
+        tokens = history[self.n_skipped :]
         n_held = self.context.sequences[index].keep_prefix(tokens)
-        self.extend(index, tokens[n_held:], run)
+        self._extend(index, tokens[n_held:], run)
 
-    def extend(self, index: int, tokens: Sequence[int], run: Run | None = None) -> None:
+    def _extend(self, index: int, tokens: Sequence[int], run: Run | None = None) -> None:
         """Appends entries of `tokens`, with the target's states."""
         sequence, size = self.context.sequences[index], self.context.n_ubatch
         for start in range(0, len(tokens), size):
             piece, n_held = tokens[start : start + size], sequence.n_past
             states = self.states(index, n_held, len(piece))
             sequence.prefill(piece, logits="none", states=states, run=run)
-            for head in range(1, self.context.kind.n_heads):  # into the same cells
+            for head in range(1, self.kind.n_heads):  # into the same cells
                 with self.context.head(head):
                     sequence.trim(n_held)
                     sequence.prefill(piece, logits="none", states=states)
 
     def states(self, index: int, entry: int, n: int) -> StateRows:
         """The target's states for the tokens of `n` entries from `entry` on, as the head takes them."""
-        return self.context.input_states(self.logs[index].read(entry + self.context.kind.state_at, n))
-
-
-class HeadDraft(ContextDraft):
-    """Drafts of one text by a head, whose entries the target's decode takes back: a rollback has nothing to do."""
-
-    def __init__(self, head: DraftHead, *, n_vocab: int) -> None:
-        super().__init__(head.context, n_vocab=n_vocab, is_eog=head.target.model.is_eog)
-        self.head = head
-        self.n_skipped = head.context.kind.n_skipped
+        return self.context.input_states(self.logs[index].read(entry + self.kind.state_at, n))
 
     def begin(self, history: Sequence[int], *, run: Run | None = None) -> None:
-        self.head.catch_up(self.sequence.index, history[:-1], run)
+        self._catch_up(self.sequence.index, history[:-1], run)
 
     def _propose(self, request: DraftRequest) -> Proposal:
-        head, sequence, chain = self.head, self.sequence, Chain(self, request)
+        sequence, chain = self.sequence, Chain(self, request)
         if len(chain.pending) > MAX_TOKENS_WITH_STATES:
-            head.extend(sequence.index, chain.pending[:-1])
+            self._extend(sequence.index, chain.pending[:-1])
             chain.pending = chain.pending[-1:]
-        states = head.states(sequence.index, sequence.n_past, len(chain.pending))
+        states = self.states(sequence.index, sequence.n_past, len(chain.pending))
         own: list[StateRows] = []
         while True:
             n = len(chain.pending)
             logits = sequence.decode(chain.pending, phase=Phase.DRAFT, logits="all", states=states)
-            states = head.context.last_state(n)
+            states = self.context.last_state(n)
             own.append(states)
             if not chain.draw(logits[-1]):
                 return chain.with_states(own)
 
     def shift(self, n_keep: int, n_discard: int) -> None:
-        self.head.logs[self.sequence.index].shift(n_keep, n_discard)
+        self.logs[self.sequence.index].shift(n_keep, n_discard)
         super().shift(n_keep, n_discard)
 
     def clear(self) -> None:
         super().clear()
-        for log in self.head.logs:
+        for log in self.logs:
             log.clear()
 
 
@@ -154,17 +150,17 @@ class ChainDraft(HeadDraft):
     """Drafts of one text by several heads, one each, which read the last token and all drafts before their own."""
 
     def _propose(self, request: DraftRequest) -> Proposal:
-        head, sequence, history = self.head, self.sequence, request.history
-        head.extend(sequence.index, history[sequence.n_past : -1])
-        n_held, n_drafts = sequence.n_past, min(request.gamma, head.context.kind.n_heads)
+        context, sequence, history = self.context, self.sequence, request.history
+        self._extend(sequence.index, history[sequence.n_past : -1])
+        n_held, n_drafts = sequence.n_past, min(request.gamma, self.kind.n_heads)
         chain = Chain(self, request._replace(gamma=n_drafts))
-        states = head.states(sequence.index, n_held, 1)
+        states = self.states(sequence.index, n_held, 1)
         own: list[StateRows] = []
         for index in range(n_drafts):
-            with head.context.head(index):
+            with context.head(index):
                 tokens = [history[-1], *chain.proposal.tokens]
                 rows = sequence.decode(tokens, phase=Phase.DRAFT, logits="all", states=states)
-                own.append(head.context.last_state(len(rows)))
+                own.append(context.last_state(len(rows)))
                 goes_on = chain.draw(rows[-1])
                 sequence.trim(n_held)
             if not goes_on:
@@ -177,10 +173,10 @@ class BlockDraft(HeadDraft):
     """Drafts of one text by a DFlash draft, predicted by one decode of the last token and masks."""
 
     def _propose(self, request: DraftRequest) -> Proposal:
-        block, history, sequence = self.head.context.kind.block, request.history, self.sequence
+        block, history, sequence = self.kind.block, request.history, self.sequence
         assert block is not None
         n_drafts = min(request.gamma, block.n_tokens - block.first)
-        self.head.extend(sequence.index, history[sequence.n_past : -1])
+        self._extend(sequence.index, history[sequence.n_past : -1])
         n_held = sequence.n_past
         try:
             tokens = [history[-1], *[block.mask] * (n_drafts + block.first - 1)]
@@ -194,9 +190,8 @@ class BlockDraft(HeadDraft):
             sequence.trim(n_held)
 
 
-def head_draft(head: DraftHead, *, n_vocab: int) -> HeadDraft:
+def head_draft(target: Context, context: HeadContext, *, n_vocab: int) -> HeadDraft:
     """The source of drafts that a head of this kind is, for the first text."""
-    kind = head.context.kind
-    if kind.block is not None:
-        return BlockDraft(head, n_vocab=n_vocab)
-    return ChainDraft(head, n_vocab=n_vocab) if kind.n_heads > 1 else HeadDraft(head, n_vocab=n_vocab)
+    kind = context.kind
+    source = BlockDraft if kind.block is not None else ChainDraft if kind.n_heads > 1 else HeadDraft
+    return source(target, context, n_vocab=n_vocab)

@@ -41,7 +41,6 @@ class LayerSplit:
         return f"{text}, {self.n_ubatch:,} tokens per graph" if self.n_ubatch else text
 
     def apply(self, config: EngineConfig) -> EngineConfig:
-        """The configuration of a session with this division."""
         placement = config.placement
         if not self.n_slots:
             placement = replace(placement, vram_bytes=None, cache_ratio=0.0)
@@ -71,7 +70,6 @@ class LayerChoice(Measurement):
 
     @property
     def best(self) -> LayerSplit:
-        """The fastest division."""
         return min(self.splits, key=lambda split: split.step_s)
 
     @property

@@ -98,8 +98,6 @@ def has_choice(config: EngineConfig, device: ResolvedDevice) -> bool:
 
 @dataclass(frozen=True)
 class CachedSteps:
-    """Figures of one session's answers."""
-
     step_s: float  # mean of a step
     hit_rate: float  # share of the (token, expert) pairs that the cache served; 0 without one
 
@@ -187,8 +185,6 @@ class StepEstimate:
 
 @dataclass(frozen=True)
 class _Search:
-    """Opens a session for each division and measures it."""
-
     _config: EngineConfig
     _device: ResolvedDevice
     _draft: Model | None

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from moeedge import paths
 from moeedge.engine.drafts import ContextDraft, DraftSource, ModelDraft, NgramDraft
-from moeedge.engine.head_draft import DraftHead, head_draft
+from moeedge.engine.head_draft import head_draft
 from moeedge.engine.probe import probe
 from moeedge.engine.types import EngineConfig
 from moeedge.hardware.devices import ResolvedDevice, Storage, resolve
@@ -102,7 +102,6 @@ def host_bytes(config: EngineConfig, device: ResolvedDevice) -> int:
 
 
 def files_of(config: EngineConfig) -> list[Path]:
-    """The files of the target and of a draft model."""
     return [config.model, config.draft] if isinstance(config.draft, Path) and config.gamma > 0 else [config.model]
 
 
@@ -169,7 +168,6 @@ def load_draft(
 
 
 def _storage(n_bytes: int, free_bytes: int | None = None, total_bytes: int | None = None) -> Storage:
-    """The place of weights that are read in full."""
     return "loaded" if fits(n_bytes, free_bytes, total_bytes) else "mapped"
 
 
@@ -332,7 +330,7 @@ def open_draft(config: EngineConfig, chosen: ChosenDraft, target: Context, resou
     """The source of drafts for the first text, with a context of its own where it is a model or a head."""
     if chosen.head is not None:
         head = make_head_context(config, chosen.model or target.model, chosen.head, target)
-        return head_draft(DraftHead(target, resources.enter_context(head)), n_vocab=chosen.n_common)
+        return head_draft(target, resources.enter_context(head), n_vocab=chosen.n_common)
     if chosen.model is not None:
         context = resources.enter_context(make_context(config, chosen.model, target.n_ctx, is_draft=True))
         return ModelDraft(context, n_vocab=chosen.n_common, is_eog=chosen.model.is_eog)

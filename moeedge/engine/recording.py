@@ -125,7 +125,6 @@ class TraceCollector:
         self._descriptions.append(description or {})
 
     def __call__(self, record: StepRecord, session: Session) -> None:
-        """Adds the frames of the step that just ran."""
         sensor = session.target.sensor
         if sensor is None:
             raise EngineError("This model has no experts: there is no routing to record.")

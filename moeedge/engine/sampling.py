@@ -167,7 +167,6 @@ class Sampler:
         return token
 
     def pick(self, candidates: Candidates) -> int:
-        """Draws one token."""
         if len(candidates.ids) == 1:
             return int(candidates.ids[0])
         return int(candidates.ids[self._draw_index(candidates.probabilities)])
@@ -199,7 +198,6 @@ class Sampler:
         """The answer goes on with `token`."""
 
     def _draw(self, logits: FloatRow, seen: list[int]) -> int:
-        """The target's own token."""
         return self.argmax(logits, seen) if self.greedy else self.pick(self.candidates(logits, seen))
 
     def _verify(self, logits: FloatRow, seen: list[int], token: int, draft: Candidates) -> int | None:

@@ -159,7 +159,6 @@ class Session(Closing):
 
     @property
     def model(self) -> Model:
-        """The target model."""
         return self.target.model
 
     @property
@@ -194,7 +193,7 @@ class Session(Closing):
         info = self.model.info
         return DraftGovernor(
             max(1, _at_most(GAMMA_MAX, self.target.n_drafts_max)),
-            own_max=self.draft.head.context.kind.n_drafts_max if isinstance(self.draft, HeadDraft) else None,
+            own_max=self.draft.kind.n_drafts_max if isinstance(self.draft, HeadDraft) else None,
             n_experts=info.n_experts,
             n_used=info.n_expert_used,
         )
@@ -309,7 +308,6 @@ class Session(Closing):
         }
 
     def _draft_of(self, sequence: int) -> DraftSource:
-        """The source of drafts for the text in that sequence."""
         if self.gamma == 0:
             return DraftSource()
         if self.script is not None and isinstance(self.draft, NgramDraft):
@@ -449,7 +447,7 @@ def _open_placement(
         gamma=gamma,
         keep=config.placement.has_size or config.layers_measured,
         run=run,
-        has_draft_states=isinstance(draft, HeadDraft) and draft.head.context.kind.block is None,
+        has_draft_states=isinstance(draft, HeadDraft) and draft.kind.block is None,
     )
     return opening.open()
 
@@ -468,7 +466,6 @@ def _next_to_device(config: EngineConfig) -> PlacementConfig:
 
 
 def _cache_fields(placement: PlacementManager | None) -> dict[str, Any]:
-    """The fields of EngineInfo about the expert cache."""
     if placement is None:
         empty = {"cache_ratio": 0.0, "cache_slots": 0, "pool_bytes": 0, "vram_bytes": None}
         return {"device": "none", "policy": "none", **empty}

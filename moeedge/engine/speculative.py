@@ -56,27 +56,10 @@ class TextState:
         del self.history[n_keep : n_keep + n_discard]
         return True
 
-    def begin_prompt(self) -> int:
-        """Trims the target's KV cache to what it holds of the text; returns how many tokens."""
-        n_held = self.target.keep_prefix(self.history[:-1])
-        if self.n_cached is None:
-            self.n_cached = n_held
-        return n_held
-
     def restore(self) -> None:
         """Trims both KV caches to the accepted text, after a step was cut off in the middle."""
         self.target.keep_prefix(self.history)
         self.draft.restore(self.history)
-
-
-@dataclass
-class Verified:
-    """The result of one text's verification."""
-
-    proposal: Proposal
-    emitted: list[int]  # accepted drafts and the target's own token
-    n_accepted: int
-    batch: list[int]  # tokens that were verified together: the one emitted last, and the drafts; empty after prefill
 
 
 @dataclass(eq=False, repr=False)
@@ -196,27 +179,29 @@ class SpeculativeLoop:
             placement.share(len(self.texts))
         proposals = self._propose(gammas) if proposal is None else [proposal]
         drafted_s = time.perf_counter()
-        if placement is not None and any(proposal.tokens for proposal in proposals):
-            batch = [
-                token for text, drafts in zip(self.texts, proposals, strict=True) for token in _batch(text, drafts)
-            ]
+        texts = zip(self.texts, proposals, strict=True)
+        batches = [[text.history[-1], *drafts.tokens] for text, drafts in texts]
+        batch = [token for each in batches for token in each]
+        if placement is not None and len(batch) > len(batches):
             placement.before_verification(batch, proposals[0].hidden_states)
         planned_s = time.perf_counter()
         # the experts of that plan arrive meanwhile; placement.layer_hook is called before each layer, where
         # it may load missing experts and push those of the next layers
-        verified = self._verify(proposals)
+        records = self._verify(proposals, batches)
         verified_s = time.perf_counter()
-        record = self._observe(verified, draft_s=drafted_s - start_s, verify_s=verified_s - planned_s)
+        record = self._observe(records, draft_s=drafted_s - start_s, verify_s=verified_s - planned_s)
         if placement is not None:
             assert self.counts is not None  # a model with placement has a sensor
-            batch = [token for result in verified for token in result.batch]
-            rejected = [place > result.n_accepted for result in verified for place in range(len(result.batch))]
-            text_first = np.argsort(rejected, kind="stable") if len(verified) > 1 else None
+            rejected = [place > each.n_accepted for each in records for place in range(each.n_verified)]
+            text_first = np.argsort(rejected, kind="stable") if len(records) > 1 else None
             placement.after_verification(self.counts, batch, record, text_first)
         record.observe_s = time.perf_counter() - verified_s + planned_s - drafted_s
-        if placement is not None and len(verified) == 1:
+        if len(records) > 1:
+            names = ("tokens", "n_drafted", "n_accepted", "n_verified", "drafts")
+            return [replace(record, **{name: getattr(own, name) for name in names}) for own in records]
+        if placement is not None:
             placement.end_step(record.n_verified, time.perf_counter() - start_s)
-        return _by_text(record, verified)
+        return [record]
 
     def _propose(self, gammas: Sequence[int]) -> list[Proposal]:
         if len(self.texts) > 1:
@@ -238,49 +223,58 @@ class SpeculativeLoop:
         )
         return [text.draft.propose(request)]
 
-    def _verify(self, proposals: Sequence[Proposal]) -> list[Verified]:
-        """Decodes the batch and takes back the rejected drafts."""
+    def _verify(self, proposals: Sequence[Proposal], batches: Sequence[list[int]]) -> list[StepRecord]:
+        """Decodes the batches of all texts in one and takes back the rejected drafts."""
         parts: list[BatchPart] = []
         phase = Phase.DECODE
-        for text, proposal in zip(self.texts, proposals, strict=True):
+        for text, batch in zip(self.texts, batches, strict=True):
             sequence, history = text.target, text.history
             if sequence.n_past < len(history) - 1:  # after an interruption, or where single positions cannot be dropped
                 sequence.prefill(history[sequence.n_past : -1], logits="none", run=self._watched)
                 self._read_counts()
-            if proposal.tokens:
+            if len(batch) > 1:
                 phase = Phase.VERIFY
-            parts.append(BatchPart(sequence, _batch(text, proposal), "all"))
-        verified: list[Verified] = []
+            parts.append(BatchPart(sequence, batch, "all"))
+        records: list[StepRecord] = []
         for group in self.target.fitting(parts):
             rows = self.target.decode_parts(parts[group], phase=phase, run=self._watched)
-            of_texts = zip(self.texts[group], proposals[group], parts[group], rows, strict=True)
-            for text, proposal, part, logits in of_texts:
+            for text, proposal, logits in zip(self.texts[group], proposals[group], rows, strict=True):
                 drafts = proposal.tokens
                 n_accepted, token = text.sampler.accept(logits, drafts, proposal.candidates, text.history)
                 n_valid = len(text.history) + n_accepted
                 text.target.trim(n_valid)
                 text.draft.rollback(n_valid)
-                verified.append(Verified(proposal, [*drafts[:n_accepted], token], n_accepted, list(part.tokens)))
-        for text, result in zip(self.texts, verified, strict=True):  # all or none: a failed step may be repeated
-            text.history.extend(result.emitted)
-        return verified
+                record = StepRecord(
+                    tokens=[*drafts[:n_accepted], token],
+                    n_drafted=len(drafts),
+                    n_accepted=n_accepted,
+                    n_verified=len(drafts) + 1,
+                    drafts=drafts,
+                    hidden_states=proposal.hidden_states,
+                    confidences=[] if self.governor is None else proposal.confidences,
+                )
+                records.append(record)
+        for text, record in zip(self.texts, records, strict=True):  # all or none: a failed step may be repeated
+            text.history.extend(record.tokens)
+        return records
 
-    def _observe(self, verified: Sequence[Verified], *, draft_s: float, verify_s: float) -> StepRecord:
-        """Reads the sensor and calls the observers, before another graph overwrites the frames of this step."""
+    def _observe(self, records: Sequence[StepRecord], *, draft_s: float, verify_s: float) -> StepRecord:
+        """Reads the sensor and calls the observers, before another graph overwrites the frames of this step.
+
+        Returns the record of one text, or the sums of several.
+        """
         start_s = time.perf_counter()
         self.counts = self._read_counts()
-        drafts = [token for result in verified for token in result.proposal.tokens]
-        record = StepRecord(
-            tokens=[token for result in verified for token in result.emitted],
-            n_drafted=len(drafts),
-            n_accepted=sum(result.n_accepted for result in verified),
-            n_verified=sum(len(result.batch) for result in verified),
-            draft_s=draft_s,
-            verify_s=verify_s,
-            drafts=drafts,
-            hidden_states=verified[0].proposal.hidden_states,
-            confidences=[] if self.governor is None else verified[0].proposal.confidences,
-        )
+        record = records[0]
+        if len(records) > 1:
+            record = StepRecord(
+                tokens=[token for own in records for token in own.tokens],
+                n_drafted=sum(own.n_drafted for own in records),
+                n_accepted=sum(own.n_accepted for own in records),
+                n_verified=sum(own.n_verified for own in records),
+                drafts=[token for own in records for token in own.drafts],
+            )
+        record.draft_s, record.verify_s = draft_s, verify_s
         if record.n_verified and self.counts is not None and self._n_expert_layers:
             record.experts_unique = float(np.count_nonzero(self.counts) / self._n_expert_layers)
         if self.target.budget is not None:
@@ -300,26 +294,14 @@ class SpeculativeLoop:
 
     # between the steps
 
-    def prefill_part(self, text: TextState) -> bool:
-        """Decodes a part of a long prompt between steps of other texts; False where `prefill` needs one graph."""
-        n_held = text.begin_prompt()
-        part = text.history[n_held : n_held + self.target.n_ubatch]
-        if n_held + len(part) == len(text.history):
-            return False
-        text.target.decode(part, phase=Phase.PREFILL, logits="none", run=self._watched)
-        text.n_prefilled += len(part)
-        counts = self._read_counts()
-        if self.placement is not None:
-            assert counts is not None
-            self.placement.after_verification(counts, part, StepRecord(tokens=[]))
-        return True
-
     def prefill(self, text: TextState) -> StepRecord:
         """Decodes what the KV cache lacks of a text's prompt and draws its first token."""
         if self.placement is not None:
             self.placement.begin_prompt()
         start_s = time.perf_counter()
-        n_held = text.begin_prompt()
+        n_held = text.target.keep_prefix(text.history[:-1])
+        if text.n_cached is None:
+            text.n_cached = n_held
         prompt = text.history[n_held:]
         try:
             logits = text.target.prefill(prompt, logits="last", run=self._watched)
@@ -330,7 +312,7 @@ class SpeculativeLoop:
         _, token = text.sampler.accept(logits, [], [], text.history)
         verify_s = time.perf_counter() - start_s
         text.history.append(token)
-        record = self._observe([Verified(Proposal(), [token], 0, [])], draft_s=0.0, verify_s=verify_s)
+        record = self._observe([StepRecord(tokens=[token])], draft_s=0.0, verify_s=verify_s)
         self._prompt = (prompt, record)
         return record
 
@@ -361,27 +343,4 @@ class SpeculativeLoop:
 
     @property
     def _sense_s(self) -> float:
-        """Time that the target's native sensor has taken so far."""
         return 0.0 if self.target.sensor is None else self.target.sensor.sense_s
-
-
-def _batch(text: TextState, proposal: Proposal) -> list[int]:
-    """The text's tokens that are verified together."""
-    return [text.history[-1], *proposal.tokens]
-
-
-def _by_text(record: StepRecord, verified: Sequence[Verified]) -> list[StepRecord]:
-    """The records of the texts of a step."""
-    if len(verified) == 1:
-        return [record]
-    return [
-        replace(
-            record,
-            tokens=result.emitted,
-            n_drafted=len(result.proposal.tokens),
-            n_accepted=result.n_accepted,
-            n_verified=len(result.batch),
-            drafts=result.proposal.tokens,
-        )
-        for result in verified
-    ]

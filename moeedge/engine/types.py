@@ -117,7 +117,6 @@ class SamplingConfig:
 
     @property
     def is_random(self) -> bool:
-        """Whether answers depend on random numbers."""
         return self.temperature > 0 or "temperature" not in self.samplers or self.xtc_probability > 0
 
 
@@ -196,7 +195,6 @@ class EngineConfig:
 
     @property
     def draft_context(self) -> ContextSettings:
-        """The settings of the draft's context."""
         return replace(self.context, type_k=self.draft_type_k, type_v=self.draft_type_v, adapters=())
 
     @property

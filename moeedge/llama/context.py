@@ -364,12 +364,10 @@ class Context(Closing):
         return np.ctypeslib.as_array(pointer, (self.model.info.n_embd,))
 
     def trim(self, n_keep: int) -> None:
-        """Drops the first sequence's tokens from position `n_keep` on (`ContextSequence.trim`)."""
         self.sequences[0].trim(n_keep)
 
     @property
     def can_shift(self) -> bool:
-        """Whether positions can be renumbered, as a context shift requires."""
         return bool(lib.llama_memory_can_shift(self.memory))
 
     def memory_uses(self) -> list[MemoryUse]:
@@ -377,7 +375,6 @@ class Context(Closing):
         return memory_uses(lib._lib, self.handle, simulated=self.model.header_only)
 
     def clear(self) -> None:
-        """Empties the KV cache of all sequences."""
         lib.llama_memory_clear(self.memory, False)
         for sequence in self.sequences:
             sequence.forget()
@@ -389,7 +386,6 @@ class Context(Closing):
 
     @property
     def is_closed(self) -> bool:
-        """Whether the context was freed or abandoned."""
         return self.handle is None
 
     def close(self) -> None:

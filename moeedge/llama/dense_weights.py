@@ -26,8 +26,6 @@ _PADDING_BYTES = 4096  # tensors are aligned by less
 
 @dataclass(frozen=True)
 class DenseWeights:
-    """The dense weights of a model whose experts stay in its file."""
-
     n_bytes: int
     host_bytes: int  # of those in host memory, in pages
     own_bytes: int  # of these, in memory of their own; the rest is in the page cache
@@ -71,7 +69,6 @@ class SplitWeights:
             _read_ahead(path, ranges)
 
     def mapped(self) -> frozenset[Mapped]:
-        """Where the files are mapped by now."""
         return frozenset(each for file in self.files for each in mapped(file))
 
     def keep_dense(self, before: frozenset[Mapped], *, n_host_layers: int | None) -> DenseWeights:

@@ -35,8 +35,6 @@ _EXPERT_DIMENSION = {"weight": 2, "bias": 1, "scale": 0, "input_scale": 0}
 
 @dataclass(frozen=True)
 class GgufSummary:
-    """Facts from a model's header."""
-
     size_bytes: int  # of all parts
     expert_layers: tuple[int, ...]  # layers that have a router, ascending
     head_layers: tuple[int, ...]  # blocks that predict further tokens (MTP), which follow the layers; ascending
@@ -44,8 +42,6 @@ class GgufSummary:
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """One tensor as the header lists it."""
-
     name: str
     type: int  # enum ggml_type
     shape: tuple[int, int, int, int]  # ggml's ne: the innermost dimension first, 1 where there is none
@@ -77,7 +73,6 @@ def read_summary(path: Path) -> GgufSummary:
 
 
 def promised_bytes(tensors: list[GgufTensor]) -> int:
-    """Returns the size of a file with these tensors."""
     return max((tensor.offset + tensor.size_bytes for tensor in tensors), default=0)
 
 
@@ -204,12 +199,10 @@ def expert_tensors(path: Path, *, n_layers: int | None = None) -> tuple[list[Exp
 
 
 def expert_bytes(tensors: list[ExpertTensor]) -> int:
-    """Returns the bytes of all experts, which a cache ratio of 1 holds."""
     return sum(tensor.stride * tensor.n_experts for tensor in tensors)
 
 
 def mean_expert_bytes(tensors: list[ExpertTensor]) -> int:
-    """Returns the bytes of one expert, about."""
     n_experts = max((tensor.n_experts for tensor in tensors), default=1)
     return expert_bytes(tensors) // max(1, len({tensor.layer for tensor in tensors}) * n_experts)
 

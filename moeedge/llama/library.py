@@ -64,7 +64,6 @@ def start() -> None:
 
 
 def clear_errors() -> None:
-    """Empties the list of errors that `first_error` reads."""
     _error_lines.clear()
 
 

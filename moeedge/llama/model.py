@@ -277,7 +277,6 @@ class Model(Closing):
 
     @cached_property
     def eog_tokens(self) -> tuple[int, ...]:
-        """All tokens that end an answer."""
         return tuple(token for token in range(self.info.n_vocab) if lib.llama_vocab_is_eog(self.vocab, token))
 
     @property
@@ -299,13 +298,11 @@ class Model(Closing):
                 self._chat_formats[source] = ChatFormat(text, bos=bos, eos=eos, is_given=bool(source))
         return self._chat_formats[source]
 
-    def render_chat(
-        self, messages: list[dict[str, str]], *, add_assistant: bool = True, template: TemplateChoice = MODEL_TEMPLATE
-    ) -> str:
+    def render_chat(self, messages: list[dict[str, str]], *, template: TemplateChoice = MODEL_TEMPLATE) -> str:
         """Returns the prompt of a conversation, without a BOS of the template where `tokenize` adds one."""
         chat_format = self.chat_format(template.source)
         arguments = template.variables(chat_format.variables)
-        text = chat_format.render(messages, add_assistant=add_assistant, arguments=arguments)
+        text = chat_format.render(messages, arguments=arguments)
         bos = chat_format.bos
         return text[len(bos) :] if bos and self.adds_bos and text.startswith(bos) else text
 
@@ -316,7 +313,8 @@ class Model(Closing):
         """
         typed = [message["content"] for message in messages if message["role"] == "user"]
         tokens_typed = {token for text in typed for token in self.tokenize(text, add_special=False)}
-        used = {token for token in tokens_typed if self._is_control(token)}
+        attributes = {token: lib.llama_vocab_get_attr(self.vocab, token) for token in tokens_typed}
+        used = {token for token, bits in attributes.items() if bits & _CONTROL_ATTRIBUTES}
         if not used:
             return self.tokenize(self.render_chat(messages, template=template))
         # a character of Unicode's private use stands for each, since the template sees texts alone
@@ -333,9 +331,6 @@ class Model(Closing):
         for part in filter(None, others):
             tokens += self.tokenize(texts.get(part, part), add_special=False, parse_special=part not in texts)
         return tokens
-
-    def _is_control(self, token: int) -> bool:
-        return bool(lib.llama_vocab_get_attr(self.vocab, token) & _CONTROL_ATTRIBUTES)
 
     def check_template(self, template: TemplateChoice) -> list[str]:
         """Raises InputError for what that chat template cannot do. Returns sentences about variables without effect."""

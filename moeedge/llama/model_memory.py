@@ -21,8 +21,6 @@ _KV_SHARE = 0.5  # of the free memory, for all KV caches together
 
 @dataclass(frozen=True)
 class ModelMemory:
-    """Bytes of a model's weights and of its context."""
-
     weights_bytes: int
     n_ctx_train: int | None  # tokens; None: unknown
     kv_bytes_per_token: float  # an upper bound for layers that share or compress their cache
@@ -54,7 +52,6 @@ class ModelMemory:
 
     @property
     def dense_bytes(self) -> int:
-        """All weights but experts."""
         return self.weights_bytes - self.experts_bytes
 
     def default_n_ctx(self, n_ctx: int = 0) -> int:

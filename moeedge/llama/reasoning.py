@@ -101,13 +101,13 @@ def begins_in_reasoning(prompt: str, tags: ReasoningTags | None) -> bool:
     return tags is not None and prompt.rstrip().endswith(tags.start)
 
 
-def split_reasoning(text: str, tags: ReasoningTags | None, *, is_open: bool = False) -> SplitAnswer:
-    """The parts of an answer. is_open: it began with reasoning. An end tag without a start also ends reasoning."""
+def split_reasoning(text: str, tags: ReasoningTags | None) -> SplitAnswer:
+    """The parts of an answer. An end tag without a start also ends reasoning."""
     if tags is None:
         return SplitAnswer("", text)
     head, started, rest = text.partition(tags.start)
     if not started or head.strip():  # a tag in the middle of an answer is part of it
-        if not is_open and tags.end not in text:
+        if tags.end not in text:
             return SplitAnswer("", text)
         rest = text
     reasoning, _, content = rest.partition(tags.end)

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import llama_cpp.llama_cpp as lib
 import numpy as np
@@ -27,7 +27,7 @@ from moeedge.llama import gguf_file
 from moeedge.llama.model import Model, ModelInfo
 from moeedge.llama.sequence import BatchPart
 from moeedge.native import abi
-from moeedge.native.abi import BudgetCoverage, BudgetRanking, Phase, RoutingBatchStruct, RoutingMode, view
+from moeedge.native.abi import BudgetCoverage, BudgetRanking, Phase, RoutingBatchStruct, RoutingMode
 from moeedge.native.library import load
 from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.trace.steps import RecordedRouting
@@ -155,36 +155,54 @@ def _stacked(tensors: dict[tuple[int, str], FloatArray], role: str, shape: tuple
 _TWO_BLOCKS = "grovemoe"  # whose layers have a second block, with an expert for each group of the first's experts
 
 
-@dataclass(frozen=True)
-class LayerRouting:
-    """Routing of one layer in the newest verification; views of native memory that the next one overwrites."""
-
-    kind: abi.RouterKind
-    values: NDArray[np.float32]  # [T, n_experts], the router's output
-    selection: NDArray[np.float32]  # [T, n_experts], sorted by the router's top-k
-    natural_ids: NDArray[np.int32]  # [T, k], the selected experts without the budget
-    ids: NDArray[np.int32]  # [T, k], with it
-
-
-class ContextBudget:
-    """The expert budget of one context: llama.cpp's eval callback keeps the experts of a verification to it.
+class _EvalHook:
+    """Native code that llama.cpp's eval callback calls for each node of the graphs of one context.
 
     Made before its llama.cpp context, whose parameters it changes, and closed after it.
+    """
+
+    NAME: ClassVar[str]  # in the names of the library's functions
+    LABEL: ClassVar[str]  # in errors
+
+    def __init__(self, info: ModelInfo, parameters: Any, *sizes: int) -> None:
+        self._info, self._library = info, load()
+        self._n_used = np.asarray(info.used_per_layer, dtype=np.int32)
+        create, n_used = self._function("create"), self._n_used
+        self._handle = create(n_used.size, info.n_experts, n_used.ctypes.data, *sizes)
+        if not self._handle:
+            raise BackendError(f"moeedge's {self.LABEL} cannot be made: out of memory.")
+        parameters.cb_eval = ctypes.cast(self._function("on_node"), lib.ggml_backend_sched_eval_callback)
+        parameters.cb_eval_user_data = self._handle
+
+    def _function(self, name: str) -> Any:
+        return getattr(self._library, f"moeedge_{self.NAME}_{name}")
+
+    def call(self, name: str, *arguments: Any) -> int:
+        """The result of a function of the library with this object. Raises BackendError for a negative one."""
+        result = int(self._function(name)(self._handle, *arguments))
+        if result < 0:
+            raise BackendError(f"moeedge's {self.LABEL} failed: {self._library.moeedge_last_error().decode()}")
+        return result
+
+    def close(self) -> None:
+        """Closing twice is harmless."""
+        if self._handle:
+            self._function("destroy")(self._handle)
+            self._handle = None
+
+
+class ContextBudget(_EvalHook):
+    """The expert budget of one context, to which the experts of a verification are kept.
+
     `moeedge.lab.policies.expert_budget` defines the same in NumPy.
     """
 
+    NAME, LABEL = "budget", "expert budget"
+
     def __init__(self, info: ModelInfo, parameters: Any) -> None:
-        n_layers = len(info.used_per_layer)
+        super().__init__(info, parameters)
         self.budget: ExpertBudget | None = None  # of verifications; None: they use all experts that the router selects
-        self._info = info
-        self._n_used = np.asarray(info.used_per_layer, dtype=np.int32)
-        self._library = load()
-        self._handle = self._library.moeedge_budget_create(n_layers, info.n_experts, self._n_used.ctypes.data)
-        if not self._handle:
-            raise BackendError("moeedge's expert budget cannot be made: out of memory.")
-        self._layers = np.zeros(n_layers, dtype=abi.BUDGET_LAYER)
-        parameters.cb_eval = ctypes.cast(self._library.moeedge_budget_on_node, lib.ggml_backend_sched_eval_callback)
-        parameters.cb_eval_user_data = self._handle
+        self._layers = np.zeros(self._n_used.size, dtype=abi.BUDGET_LAYER)
 
     def set(self, budget: ExpertBudget | None) -> None:
         """Raises InputError if the budget does not suit the model."""
@@ -204,7 +222,7 @@ class ContextBudget:
         budgets = np.ascontiguousarray(budgets, dtype=np.int32)
         require(budgets.shape == self._n_used.shape, f"there must be a budget for each of {self._n_used.size} layers")
         raw = abi.BudgetConfigStruct(int(ranking), int(coverage), budgets.ctypes.data)
-        _check_budget(self._library.moeedge_budget_configure(self._handle, ctypes.byref(raw)))
+        self.call("configure", ctypes.byref(raw))
 
     @contextmanager
     def during(self, phase: Phase, n_tokens: int) -> Iterator[None]:
@@ -213,76 +231,34 @@ class ContextBudget:
             yield
             return
         try:  # Ctrl-C may come at any time
-            self.set_active(True)
+            self.call("set_active", 1)
             yield
         finally:
-            self.set_active(False)
-
-    def set_active(self, on: bool) -> None:
-        """Whether the next decodes keep to the budget."""
-        _check_budget(self._library.moeedge_budget_set_active(self._handle, int(on)))
+            self.call("set_active", 0)
 
     def read(self) -> NDArray[Any]:
         """The layers' figures since the last call, abi.BUDGET_LAYER [n_layers]; the next call reuses the array."""
-        _check_budget(self._library.moeedge_budget_read(self._handle, self._layers.ctypes.data))
+        self.call("read", self._layers.ctypes.data)
         return self._layers
 
-    def set_capture(self, on: bool) -> None:
-        """Whether `routing` has the router's values of verifications from now on."""
-        _check_budget(self._library.moeedge_budget_set_capture(self._handle, int(on)))
 
-    def routing(self, layer: int) -> LayerRouting | None:
-        """The layer's routing in the newest verification; None without one. Requires `set_capture`."""
-        raw = abi.BudgetRoutingStruct()
-        _check_budget(self._library.moeedge_budget_get_routing(self._handle, layer, ctypes.byref(raw)))
-        if raw.n_tokens == 0:
-            return None
-        wide, narrow = (raw.n_tokens, self._info.n_experts), (raw.n_tokens, int(self._n_used[layer]))
-        return LayerRouting(
-            abi.RouterKind(raw.kind),
-            view(raw.values, wide, np.float32),
-            view(raw.selection, wide, np.float32),
-            view(raw.natural_ids, narrow, np.int32),
-            view(raw.ids, narrow, np.int32),
-        )
-
-    def close(self) -> None:
-        """Frees the budget; closing twice is harmless."""
-        if self._handle:
-            self._library.moeedge_budget_destroy(self._handle)
-            self._handle = None
-
-
-def _check_budget(status: int) -> None:
-    if status < 0:
-        raise BackendError(f"moeedge's expert budget failed: {load().moeedge_last_error().decode()}")
-
-
-class ContextRouting:
-    """Forced routing of one context: llama.cpp's eval callback replaces the experts that the routers select.
+class ContextRouting(_EvalHook):
+    """Forced routing of one context, which replaces the experts that the routers select.
 
     It works alike in stock llama.cpp's graph and in ours, so that both compute the same experts at the same positions;
-    the weights are those of the model's own gate for these experts. Made before its llama.cpp context, whose parameters
-    it changes, and closed after it.
+    the weights are those of the model's own gate for these experts.
 
     mode: what happens to the next batches. offset: row of the recorded routing that the first position of a text gets.
     text: the tokens of the text by position, int32, where they are known: rejected drafts get an unrelated text's.
     """
 
+    NAME, LABEL = "routing", "forced routing"
+
     def __init__(self, info: ModelInfo, recorded: RecordedRouting, parameters: Any) -> None:
-        self._info, self.recorded = info, recorded
-        self.mode, self.offset = RoutingMode.FORCED, 0
+        super().__init__(info, parameters, parameters.n_ubatch)
+        self.recorded, self.mode, self.offset = recorded, RoutingMode.FORCED, 0
         self.text: NDArray[np.int32] | None = None
-        self._library = load()
-        n_used = np.asarray(info.used_per_layer, dtype=np.int32)
-        self._handle = self._library.moeedge_routing_create(
-            len(n_used), info.n_experts, n_used.ctypes.data, parameters.n_ubatch
-        )
-        if not self._handle:
-            raise BackendError("moeedge's forced routing cannot be made: out of memory.")
-        self._ids, self._n_tokens = recorded.ids[:0], 0  # of the batch in hand
-        parameters.cb_eval = ctypes.cast(self._library.moeedge_routing_on_node, lib.ggml_backend_sched_eval_callback)
-        parameters.cb_eval_user_data = self._handle
+        self._ids = recorded.ids[:0]  # of the batch in hand
 
     def prepare(self, parts: Sequence[BatchPart]) -> None:
         """Sets the experts of the batch with these parts, at the ends of their sequences."""
@@ -292,9 +268,9 @@ class ContextRouting:
             if self.text is not None:
                 unrelated = np.concatenate([self._is_unrelated(part) for part in parts])
             self._ids = self.recorded.rows(positions + self.offset, unrelated)
-        self._n_tokens = sum(len(part.tokens) for part in parts)
-        raw = RoutingBatchStruct(int(self.mode), self._n_tokens, self._ids.ctypes.data)
-        self._check(self._library.moeedge_routing_set(self._handle, ctypes.byref(raw)))
+        n_tokens = sum(len(part.tokens) for part in parts)
+        raw = RoutingBatchStruct(int(self.mode), n_tokens, self._ids.ctypes.data)
+        self.call("set", ctypes.byref(raw))
 
     def _is_unrelated(self, part: BatchPart) -> NDArray[np.bool_]:
         """Whether each token is no part of the text: a draft that differs from it, and all after that."""
@@ -302,24 +278,3 @@ class ContextRouting:
         n_past = part.sequence.n_past
         expected = np.resize(self.text[n_past:], len(part.tokens)) if n_past < len(self.text) else -1
         return np.asarray(np.logical_or.accumulate(np.asarray(part.tokens, dtype=np.int32) != expected))
-
-    def set_capture(self, on: bool) -> None:
-        """Whether `used` has the experts of later batches."""
-        self._check(self._library.moeedge_routing_set_capture(self._handle, int(on)))
-
-    def used(self, layer: int) -> NDArray[np.int32]:
-        """The experts [T, k] that llama.cpp's graph used in the newest batch; for tests. Requires `set_capture`."""
-        k = self._info.used_per_layer[layer]
-        out = np.empty(self._n_tokens * k or 1, dtype=np.int32)
-        n = self._library.moeedge_routing_captured(self._handle, layer, out.ctypes.data, out.size)
-        return out[: max(n, 0)].reshape(-1, max(k, 1))
-
-    def close(self) -> None:
-        """Frees the hook; closing twice is harmless."""
-        if self._handle:
-            self._library.moeedge_routing_destroy(self._handle)
-            self._handle = None
-
-    def _check(self, status: int) -> None:
-        if status < 0:
-            raise BackendError(f"moeedge's forced routing failed: {self._library.moeedge_last_error().decode()}")

@@ -81,11 +81,9 @@ class NativeSampler:
         self._pointer = pointer
 
     def accept(self, token: int) -> None:
-        """Takes in a token that was drawn."""
         lib.llama_sampler_accept(self._pointer, token)
 
     def apply(self, tokens: TokenArray) -> None:
-        """Filters tokens or changes their logits, in place."""
         lib.llama_sampler_apply(self._pointer, tokens.reference)
 
     def clone(self) -> Self:

@@ -48,7 +48,6 @@ class BatchPart(NamedTuple):
 
     @property
     def n_out(self) -> int:
-        """Rows of logits."""
         return {"last": 1, "none": 0}.get(self.logits, len(self.tokens))
 
 
@@ -278,7 +277,6 @@ class ContextSequence:
             self._truncate_memory(len(self.tokens))
 
     def clear(self) -> None:
-        """Empties the KV cache of this sequence."""
         if self.context.n_parallel == 1:
             lib.llama_memory_clear(self._memory, False)
         else:

@@ -18,8 +18,6 @@ MAX_N_BATCH = 2**20  # tokens; llama.cpp allocates a record for each
 
 
 class KvType(NamedTuple):
-    """A type of the values in a KV cache."""
-
     ggml_type: int  # enum ggml_type
     block_bytes: int
     block_values: int  # those that share a scale
@@ -127,8 +125,6 @@ class TensorOverride(NamedTuple):
 
 @dataclass(frozen=True)
 class LoadSettings:
-    """How a model's file is loaded."""
-
     mode: LoadMode = "auto"
     overrides: tuple[TensorOverride, ...] = ()  # the first that matches counts
 
@@ -138,10 +134,8 @@ class LoadSettings:
 
     @property
     def is_locked(self) -> bool:
-        """Whether weights are locked in memory."""
         return "mlock" in self.mode
 
     @property
     def is_mapped(self) -> bool:
-        """Whether weights may stay in the mapped file."""
         return self.mode in ("auto", "mmap", "mmap+mlock")

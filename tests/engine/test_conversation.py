@@ -96,9 +96,9 @@ def test_a_damaged_document_is_one_sentence(text: str, message: str, tmp_path: P
 def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="No such file"):
         Conversation.load(tmp_path / "none.json")
-    with pytest.raises(InputError, match="cannot be written"):
+    with pytest.raises(InputError, match="Cannot write the conversation"):
         talk().save(tmp_path / "none" / "talk.json")
-    with pytest.raises(InputError, match="cannot be written"):
+    with pytest.raises(InputError, match="Cannot write the conversation"):
         talk().save(tmp_path)
     assert list(tmp_path.parent.glob(".*.part")) == []
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe")

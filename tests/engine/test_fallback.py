@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from moeedge.engine.grammar import GrammarSampler
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.errors import DeviceFailedError, EngineError, ModelFileError
@@ -101,35 +100,6 @@ def test_random_numbers_are_drawn_again(config: EngineConfig, changes: dict[str,
         pretend_gpu(session)
         with failing(at_call):
             assert answer(session, sampling) == expected
-
-
-def test_texts_that_wait_read_the_vocabulary_of_the_new_model(
-    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Their grammars would go on with that of a model that is freed."""
-    used: dict[GrammarSampler, Model] = {}
-    real = GrammarSampler.use
-
-    def use(self: GrammarSampler, model: Model) -> None:
-        used[self] = model
-        real(self, model)
-
-    monkeypatch.setattr(GrammarSampler, "use", use)
-    sampling = replace(GREEDY, grammar=GRAMMAR)
-    prompts = [PROMPT, PROMPT[3:], PROMPT[5:], PROMPT[2:]]
-    with Session.open(replace(config, n_parallel=2)) as session:
-        found = []
-        for at_call in (0, 6):
-            session.reset()
-            used.clear()
-            with failing(at_call):
-                pretend_gpu(session)
-                answers = session.generate_parallel(prompts, n_predict=N_PREDICT, sampling=sampling, ignore_eos=True)
-                list(answers)
-            found.append([each.tokens for each in answers.answers])
-        assert found[0] == found[1]
-        assert len(used) == len(prompts)
-        assert all(model is session.model for model in used.values())
 
 
 @pytest.mark.parametrize("code", [-3, None])

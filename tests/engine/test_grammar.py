@@ -5,7 +5,6 @@ The distribution of sampled answers: tests/lossless/test_distribution.py.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -34,12 +33,6 @@ DATE = 'root ::= [0-9]{4} "-" [0-9]{2} "-" [0-9]{2}'
 LETTERS = "root ::= [a-z ]+"
 NAMES = schema_grammar('{"type": "array", "items": {"type": "string", "maxLength": 6}, "minItems": 2}').text
 PROMPT = list(b"A list of names and of dates: ")
-
-
-@pytest.fixture(scope="module")
-def model(tiny_moe: Path) -> Iterator[Model]:
-    with Model.load(tiny_moe, header_only=True) as loaded:
-        yield loaded
 
 
 @pytest.fixture(scope="module")
@@ -122,33 +115,6 @@ def test_greedy_answers_are_llama_cpps(
     assert ended or text != DATE
     if draft == "model":
         assert sum(record.n_drafted for record in records) > 0
-
-
-def test_schemas_give_json_that_follows_them(tiny_moe: Path, tiny_draft: Path) -> None:
-    properties = {
-        "kind": {"enum": ["a", "b"]},
-        "count": {"type": "integer"},
-        "tags": {"type": "array", "items": {"type": "string", "maxLength": 4}, "maxItems": 2},
-        "more": {"anyOf": [{"type": "null"}, {"type": "boolean"}]},
-    }
-    schema = {"type": "object", "properties": properties, "required": list(properties)}
-    grammar = schema_grammar(json.dumps(schema)).text
-    config = EngineConfig(model=tiny_moe, draft=tiny_draft, n_ctx=1024, n_threads=1, gamma=4)
-    n_complete = 0
-    with Session.open(config) as session:
-        for seed in range(4):
-            sampling = SamplingConfig(temperature=1.5, seed=seed, grammar=grammar)
-            answer = session.generate(PROMPT, n_predict=400, sampling=sampling)
-            text = "".join(answer.pieces())
-            if answer.stop_reason == "length":  # a number may have up to 16 digits, spaces go on
-                continue
-            value = json.loads(text)
-            assert list(value) == list(properties) and value["kind"] in ("a", "b")
-            assert isinstance(value["count"], int) and len(value["tags"]) <= 2
-            assert value["more"] in (None, True, False)
-            assert answer.stop_reason == "eos"
-            n_complete += 1
-    assert n_complete > 0
 
 
 def test_a_head_drafts_under_a_grammar(tiny: TinyFactory) -> None:

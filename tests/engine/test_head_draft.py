@@ -13,14 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moeedge.engine.drafts import DraftRequest
-from moeedge.engine.head_draft import DraftHead, StateLog
+from moeedge.engine.head_draft import StateLog
 from moeedge.engine.loading import drafts_for_itself
 from moeedge.engine.sampling import Sampler
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
-from moeedge.llama.context import Context
-from moeedge.llama.draft_heads import HeadContext, own_head
+from moeedge.llama.draft_heads import own_head
 from moeedge.llama.model import Model
 from moeedge.native.abi import Phase
 from moeedge.run import Run
@@ -29,7 +28,7 @@ from tests.conftest import TinyFactory
 from tests.engine.conftest import Check
 from tests.support.hybrid import hybrid_config
 from tests.support.interruption import interrupt_decode
-from tests.support.sessions import GREEDY, answered
+from tests.support.sessions import GREEDY, answered, plain_config
 
 PROMPT = np.random.default_rng(4).integers(0, 256, 24).tolist()
 N_PREDICT = 60
@@ -67,16 +66,11 @@ def files(tiny: TinyFactory, case: str) -> Pair:
 
 
 def options(pair: Pair, **changes: Any) -> EngineConfig:
-    fields = {"model": pair[0], "draft": pair[1], "gamma": 4, "n_ctx": 512, "n_threads": 1, "device": "none"}
-    return EngineConfig(**fields | changes)
+    return plain_config(*pair, **{"gamma": 4} | changes)
 
 
 def answer(session: Session, prompt: Sequence[int] = PROMPT, n_predict: int = N_PREDICT, **changes: Any) -> list[int]:
     return answered(session, prompt, n_predict, **changes).tokens
-
-
-def head_of(session: Session) -> DraftHead:
-    return session.draft.head
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 20)), max_size=12), st.integers(2, 9))
@@ -112,7 +106,7 @@ def test_the_log_follows_a_shift() -> None:
 @pytest.mark.parametrize("case", ["chain-hy_v3", "chain-step35"])
 def test_lengths_by_measured_cost_are_those_that_heads_draft(tiny: TinyFactory, case: str) -> None:
     with Session.open(options(files(tiny, case), auto_gamma=True)) as session:
-        most = head_of(session).context.kind.n_heads
+        most = session.draft.context.kind.n_heads
         generation = session.generate(PROMPT, n_predict=30, sampling=GREEDY, ignore_eos=True)
         choices = [record.choice for record in generation if record.choice is not None]
     assert max(choice.best for choice in choices) <= most < 4
@@ -128,7 +122,7 @@ def test_greedy_equals_stock(case: str, gamma: int, tiny: TinyFactory, check: Ch
         records = []
         for record in generation:  # after each step the head has entries of the accepted text, and lacks few
             records.append(record)
-            context = head_of(session).context
+            context = session.draft.context
             held, history = context.sequences[0].tokens, generation.state.history[context.kind.n_skipped :]
             assert held == history[: len(held)] and (not held or len(held) >= len(history) - gamma - 2)
         check(session, PROMPT, generation.tokens)
@@ -193,7 +187,7 @@ def test_turns_reuse_both_kv_caches_and_those_of_answers_that_were_cut_off(
         undone = [*PROMPT[:9], *PROMPT[3:12]]  # as /undo leaves
         check(session, undone, answer(session, undone, 20))
         session.reset()
-        assert head_of(session).context.n_past == 0
+        assert session.draft.context.n_past == 0
         with closing(session.generate(PROMPT, n_predict=30, sampling=GREEDY, ignore_eos=True)) as generation:
             for _ in zip(range(4), generation, strict=False):
                 pass
@@ -230,7 +224,7 @@ def test_context_shift(case: str, tiny: TinyFactory, check: Check) -> None:
         assert generation.stats.context_shifts >= 2
         n_same = next((i for i, (a, b) in enumerate(zip(generation.tokens, expected, strict=True)) if a != b), 150)
         assert n_same >= 64 - len(PROMPT)  # then near-ties may go either way: the moved keys are rounded
-        context, history = head_of(session).context, generation.state.history
+        context, history = session.draft.context, generation.state.history
         assert context.sequences[0].tokens == history[context.kind.n_skipped :][: context.n_past]
         session.reset()
         check(session, PROMPT, answer(session, n_predict=20))
@@ -311,27 +305,6 @@ def test_which_models_draft_for_themselves(tiny: TinyFactory) -> None:
     # a head needs its weights: llama.cpp would end the process
     with Model.load(tiny("glm4moe")) as model, pytest.raises(ValueError, match="without its head"):
         own_head(model)
-
-
-def test_the_head_computes_as_llama_cpp_does_in_one_batch(tiny: TinyFactory) -> None:
-    """Token by token and in one batch the head's logits agree: states are taken of the right positions."""
-    with Model.load(tiny("glm4moe"), head=True) as model, Context(model, n_ctx=256, n_threads=1) as target:
-        kind = own_head(model)
-        with HeadContext(model, kind, target, n_threads=1) as context:
-            head = DraftHead(target, context)
-            target.sequences[0].prefill(PROMPT, logits="last")
-            states = head.states(0, 0, len(PROMPT))
-            assert not states[0].any() and np.abs(states[1:]).max(axis=1).min() > 0
-            sequence = context.sequences[0]
-            together = sequence.decode(PROMPT[:4], phase=Phase.DRAFT, logits="all", states=states[:4]).copy()
-            last = context.last_state(4)
-            context.clear()
-            rows = []
-            for i in range(4):
-                row = sequence.decode(PROMPT[i : i + 1], phase=Phase.DRAFT, logits="all", states=states[i : i + 1])
-                rows.append(row.copy())
-            np.testing.assert_allclose(np.concatenate(rows), together, atol=0.1)
-            np.testing.assert_allclose(context.last_state(1), last, atol=0.1)
 
 
 @pytest.mark.parametrize("case", ["mtp-glm4moe", "chain-hy_v3", "eagle-qwen3moe"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -189,14 +188,6 @@ def test_it_is_kept_for_this_configuration_and_memory(tiny_moe: Path) -> None:
         assert (read_choice(config, device) is not None) == found, change
     choice_file(config, GPU).write_text('{"schema": 1, "splits": []}')
     assert read_choice(config, GPU) is None
-
-
-def test_only_streamed_prompts_have_a_speed() -> None:
-    speeds = {PrefillPath.STREAM: 90.0, PrefillPath.CPU: 50.0}
-    for path, expected in ((PrefillPath.STREAM, 90.0), (PrefillPath.CPU, 0.0)):
-        session = SimpleNamespace(calibration=SimpleNamespace(prefill_ts=speeds, prefill_path=path))
-        assert layer_search._streams_ts(session) == expected
-    assert layer_search._streams_ts(SimpleNamespace(calibration=None)) == 0.0
 
 
 @pytest.mark.usefixtures("cache_folder")

@@ -15,16 +15,15 @@ from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.errors import ContextTooSmallError, EmptyPromptError, EngineError, InputError
 from moeedge.run import Run
-from moeedge.scheduler.config import PlacementConfig
 from tests.conftest import TinyFactory
 from tests.support.interruption import failing, interrupt_decode, pretend_gpu
 from tests.support.recurrent import make_mamba
 from tests.support.sessions import GREEDY, answered
 
 RANDOM = SamplingConfig(temperature=1, top_k=0, top_p=1, min_p=0, seed=3)
+LETTERS = replace(RANDOM, grammar="root ::= [a-z ]+")
 RNG = np.random.default_rng(11)
 PROMPTS = [RNG.integers(0, 256, n).tolist() for n in (24, 5, 11, 40)]
-LONG = RNG.integers(0, 256, 90).tolist()
 N_PREDICT = 30
 Tokens = list[list[int]]
 
@@ -48,8 +47,8 @@ def alone(config: EngineConfig) -> Tokens:
 
 
 @pytest.fixture(scope="module")
-def drawn(config: EngineConfig) -> Tokens:
-    return single(config, sampling=RANDOM)
+def drawn(config: EngineConfig) -> dict[SamplingConfig, Tokens]:
+    return {sampling: single(config, sampling=sampling) for sampling in (RANDOM, LETTERS)}
 
 
 @pytest.fixture
@@ -178,46 +177,6 @@ def test_a_text_takes_the_sequence_that_holds_its_beginning(session: Session) ->
     assert all(answer.stats.prefill_tokens in (2, 3) for answer in second.answers)
 
 
-def long_prompt_session(config: EngineConfig, **changes: Any) -> Session:
-    """A graph has 16 tokens."""
-    return Session.open(replace(config, n_batch=16, n_ubatch=16, **changes))
-
-
-@pytest.mark.parametrize("ratio", [None, 0.5])
-def test_others_go_on_while_a_long_prompt_is_decoded(config: EngineConfig, ratio: float | None) -> None:
-    prompts = [PROMPTS[1], LONG]
-    placed: dict[str, Any] = {}
-    if ratio is not None:
-        placement = PlacementConfig(cache_ratio=ratio, calibrate=False)
-        placed = {"device": "emulated:threads=1", "placement": placement}
-    with long_prompt_session(config, **placed) as session:
-        generation = start(session, prompts)
-        order = [index for index, _ in generation]
-        assert order[: order.index(1)] == [0] * (1 + 5)  # its first token, and a step after each of five parts
-        assert tokens_of(generation) == single(config, prompts)
-        stats = generation.answers[1].stats
-        assert stats.prefill_tokens == len(LONG) and stats.prefill_s > 0
-        assert generation.stats.prefill_tokens == len(LONG) + len(PROMPTS[1])
-        assert generation.stats.prefill_s == pytest.approx(sum(a.stats.prefill_s for a in generation.answers))
-
-
-@pytest.mark.parametrize("at_step", [2, 4, 6])
-@pytest.mark.parametrize("stops_all", [False, True])
-def test_a_long_prompt_is_cut_off(config: EngineConfig, stops_all: bool, at_step: int) -> None:
-    """Stopped alone, or with all: what was decoded of it is not decoded again."""
-    with long_prompt_session(config) as session:
-        generation = start(session, [PROMPTS[1], LONG])
-        for _ in range(at_step):
-            next(generation)
-        generation.close() if stops_all else generation.stop(1)
-        list(generation)
-        assert generation.answers[1].stop_reason == "interrupted"
-        assert generation.answers[0].stop_reason == ("interrupted" if stops_all else "length")
-        check_caches(session, generation, [PROMPTS[1], LONG])
-        again = finished(session, [LONG])
-        assert again.answers[0].stats.prefill_tokens == max(len(LONG) - 16 * (at_step - 1), 1)
-
-
 @pytest.mark.parametrize("at_call", range(1, 14))
 def test_ctrl_c_at_any_decode(session: Session, monkeypatch: pytest.MonkeyPatch, alone: Tokens, at_call: int) -> None:
     """Prompts of either model, drafts, verifications."""
@@ -288,16 +247,21 @@ def test_shifting_one_text(tiny: TinyFactory) -> None:
     assert tokens_of(generation) == single(options, PROMPTS[:2], 100)
 
 
-@pytest.mark.parametrize("n_ubatch", [512, 16])
+@pytest.mark.parametrize(("n_ubatch", "sampling"), [(512, RANDOM), (16, RANDOM), (512, LETTERS)])
 @pytest.mark.parametrize("at_call", [1, 2, 3, 4, 5, 7, 8, 12])
-def test_the_answers_go_on_without_a_gpu(config: EngineConfig, drawn: Tokens, at_call: int, n_ubatch: int) -> None:
-    """Text by text with the same random numbers; texts that wait start on the CPU. 16: prompts have several graphs."""
+def test_the_answers_go_on_without_a_gpu(
+    config: EngineConfig, drawn: dict[SamplingConfig, Tokens], at_call: int, n_ubatch: int, sampling: SamplingConfig
+) -> None:
+    """Text by text with the same random numbers; texts that wait start on the CPU, with the new model's vocabulary.
+
+    n_ubatch 16: prompts have several graphs.
+    """
     with Session.open(replace(config, cpu_fallback=True, n_ubatch=n_ubatch)) as session:
         pretend_gpu(session)
         with failing(at_call):
-            generation = finished(session, sampling=RANDOM)
+            generation = finished(session, sampling=sampling)
         assert not session.model.uses_gpu
-        assert tokens_of(generation) == drawn
+        assert tokens_of(generation) == drawn[sampling]
 
 
 def test_refusals(config: EngineConfig, session: Session, tmp_path: Path) -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from moeedge.engine.session import Session
-from moeedge.engine.types import EngineConfig
 from moeedge.llama import library
 from moeedge.llama.context import Context
 from moeedge.llama.model import Model
@@ -18,7 +16,7 @@ from tests.conftest import TinyFactory
 from tests.engine.conftest import Check
 from tests.support.interruption import interrupt_decode
 from tests.support.recurrent import make_mamba
-from tests.support.sessions import answered
+from tests.support.sessions import answered, plain_config
 from tests.support.stock import StockContext
 
 PROMPT = np.random.default_rng(4).integers(0, 256, 12).tolist()
@@ -27,11 +25,6 @@ PROMPT = np.random.default_rng(4).integers(0, 256, 12).tolist()
 @pytest.fixture(scope="module")
 def mamba(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_mamba(tmp_path_factory.mktemp("recurrent") / "mamba.gguf")
-
-
-def config(model: Path, draft: Any = "ngram", **changes: Any) -> EngineConfig:
-    fields: dict[str, Any] = {"gamma": 4, "n_ctx": 512, "n_threads": 1, "device": "none"}
-    return EngineConfig(model=model, draft=draft, **fields | changes)
 
 
 def answer(session: Session, prompt: list[int]) -> tuple[list[int], int]:
@@ -46,7 +39,7 @@ def test_speculation_is_off_and_answers_are_right(mamba: Path, tiny_moe: Path, d
     edited = [*PROMPT[:6], 9, *PROMPT[6:]]
     with StockContext(mamba) as stock:
         expected = [stock.answer(prompt, 20) for prompt in (PROMPT, edited)]
-    with Session.open(config(mamba, "ngram" if draft == "ngram" else tiny_moe, device="auto")) as session:
+    with Session.open(plain_config(mamba, "ngram" if draft == "ngram" else tiny_moe, device="auto")) as session:
         assert (session.info.gamma, session.info.draft) == (0, "none")
         assert "Speculation is off: mamba models cannot take rejected tokens back." in session.info.notes
         assert answer(session, PROMPT) == (expected[0], 12)
@@ -55,7 +48,7 @@ def test_speculation_is_off_and_answers_are_right(mamba: Path, tiny_moe: Path, d
 
 
 def test_a_recurrent_draft_is_not_used(mamba: Path, tiny_moe: Path) -> None:
-    with Session.open(config(tiny_moe, mamba)) as session:
+    with Session.open(plain_config(tiny_moe, mamba)) as session:
         assert session.info.draft == "none" and session.gamma == 0
         assert session.info.notes == ["Speculation is off: mamba drafts cannot take rejected tokens back."]
 
@@ -72,7 +65,7 @@ def test_a_model_with_snapshots_takes_drafts_back(
     hybrid: Path, tiny_draft: Path, draft: str, gamma: int, check: Check
 ) -> None:
     prompt = PROMPT * 3  # n-grams repeat
-    asked = config(hybrid, "ngram" if draft == "ngram" else tiny_draft, gamma=gamma)
+    asked = plain_config(hybrid, "ngram" if draft == "ngram" else tiny_draft, gamma=gamma)
     with Session.open(asked) as session:
         assert session.info.gamma == session.target.n_snapshots == min(gamma, 8)
         generation = answered(session, prompt, 60)
@@ -107,23 +100,26 @@ def test_going_back_within_the_last_batch_and_beyond(hybrid: Path, n_back: int) 
         assert context.n_past == 0
 
 
-@pytest.mark.parametrize("at_call", [2, 3, 4, 6])
+@pytest.mark.parametrize(("at_call", "n_checkpoints"), [(2, 0), (3, 0), (4, 0), (6, 0), (4, 8)])
 def test_ctrl_c_loses_the_state_of_a_model_with_snapshots(
-    hybrid: Path, at_call: int, check: Check, monkeypatch: pytest.MonkeyPatch
+    hybrid: Path, at_call: int, n_checkpoints: int, check: Check, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Session.open(config(hybrid)) as session:
+    """All of it, or what came after the last checkpoint."""
+    with Session.open(plain_config(hybrid, "ngram", n_checkpoints=n_checkpoints)) as session:
         with monkeypatch.context() as patch:
             interrupt_decode(patch, at_call)
             cut = answered(session, PROMPT * 3, 30)
         assert cut.stop_reason == "interrupted"
         text = [*PROMPT * 3, *cut.tokens]
-        check(session, text, answer(session, text)[0])
+        tokens, n_prefilled = answer(session, text)
+        assert (n_prefilled < len(text)) or not n_checkpoints
+        check(session, text, tokens)
 
 
 @pytest.mark.parametrize(("n_ubatch", "gamma"), [(1, 0), (2, 0), (3, 1), (5, 3), (12, 8)])
 def test_small_batches_shorten_drafts(hybrid: Path, n_ubatch: int, gamma: int, check: Check) -> None:
     """llama.cpp ends the process where a graph has no room for the drafts that it may have to take back."""
-    asked = config(hybrid, gamma=8, n_ctx=256, n_batch=64, n_ubatch=n_ubatch)
+    asked = plain_config(hybrid, "ngram", gamma=8, n_ctx=256, n_batch=64, n_ubatch=n_ubatch)
     with Session.open(asked) as session:
         assert session.info.gamma == session.target.n_snapshots == gamma
         assert any("-ub" in note for note in session.info.notes) == (gamma < 8)
@@ -136,7 +132,7 @@ def test_a_message_that_changes_costs_no_conversation(
     architecture: str, draft: str | None, tiny: TinyFactory, tiny_draft: Path, check: Check
 ) -> None:
     """As when a chat template leaves the reasoning of earlier answers out."""
-    asked = config(tiny(architecture), tiny_draft if draft == "model" else draft, n_checkpoints=8)
+    asked = plain_config(tiny(architecture), tiny_draft if draft == "model" else draft, n_checkpoints=8)
     first, second = PROMPT * 6, [3, 5, 7] * 10
     with Session.open(asked) as session:
         generation = answered(session, first, 60)
@@ -146,15 +142,3 @@ def test_a_message_that_changes_costs_no_conversation(
             tokens, n_prefilled = answer(session, text)
             assert n_prefilled <= len(text) - len(first) + 8
             check(session, text, tokens)
-
-
-def test_ctrl_c_goes_back_to_a_checkpoint(hybrid: Path, check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Session.open(config(hybrid, n_checkpoints=8)) as session:
-        with monkeypatch.context() as patch:
-            interrupt_decode(patch, 4)
-            cut = answered(session, PROMPT * 3, 30)
-        assert cut.stop_reason == "interrupted"
-        text = [*PROMPT * 3, *cut.tokens]
-        tokens, n_prefilled = answer(session, text)
-        assert n_prefilled < len(text)
-        check(session, text, tokens)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import llama_cpp.llama_cpp as lib
@@ -25,12 +24,6 @@ P_VALUE = 1e-3  # seeds are fixed, so a passing test passes always
 ORDERS = [DEFAULT_SAMPLERS, DEFAULT_SAMPLERS[::-1], ("top_k", "temperature"), ("temperature", "min_p"), ("infill",), ()]
 PLAIN = ("penalties", "top_k", "top_p", "min_p", "temperature")
 ALL = SamplingConfig(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
-
-
-@pytest.fixture(scope="module")
-def model(tiny_moe: Path) -> Iterator[Model]:
-    with Model.load(tiny_moe, header_only=True) as loaded:
-        yield loaded
 
 
 def reference(model: Model | None, logits: np.ndarray, config: SamplingConfig, history: Sequence[int]) -> np.ndarray:
@@ -318,46 +311,6 @@ def test_draws_follow_the_distribution_and_repeat_with_the_seed() -> None:
     drawn = np.bincount([sampler.pick(candidates) for _ in range(5000)], minlength=len(row))
     assert drawn[row == 0].sum() == 0, "the impossible is never taken"
     assert chisquare(drawn[row > 0], 5000 * row[row > 0]).pvalue > P_VALUE
-
-
-@pytest.mark.parametrize(("n_draws", "tolerance"), [(4000, 0.03), pytest.param(20_000, 0.02, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("case", ["close", "far", "disjoint", "one-hot", "equal"])
-def test_rejection_sampling_keeps_the_target_distribution(case: str, n_draws: int, tolerance: float) -> None:
-    """Two drafts and the bonus token: the first two tokens that come out are distributed as the target's."""
-    n_vocab = 6
-    rng = np.random.default_rng(3)
-    p = rng.dirichlet(np.ones(n_vocab), size=3)
-    q = {
-        "close": 0.8 * p[:2] + 0.2 * rng.dirichlet(np.ones(n_vocab), size=2),
-        "far": rng.dirichlet(np.full(n_vocab, 0.3), size=2),
-        "disjoint": np.eye(n_vocab)[[0, 1]],
-        "one-hot": np.eye(n_vocab)[[2, 3]],
-        "equal": p[:2],
-    }[case]
-    if case == "disjoint":
-        p[0, 0] = p[1, 1] = 0
-        p /= p.sum(axis=1, keepdims=True)
-    sampler = Sampler(replace(ALL, seed=5), n_vocab)
-    with np.errstate(divide="ignore"):
-        logits = np.log(p).astype(np.float32)
-    proposals = [sparse(row) for row in q]
-    first, second, accepted = np.zeros(n_vocab), np.zeros(n_vocab), 0
-    for _ in range(n_draws):
-        drafts = [sampler.pick(proposal) for proposal in proposals]
-        n_accepted, token = sampler.accept(logits, drafts, proposals, [])
-        tokens = [*drafts[:n_accepted], token]
-        first[tokens[0]] += 1
-        if len(tokens) > 1:  # the rows do not depend on the tokens before, so neither may the second token
-            second[tokens[1]] += 1
-        accepted += n_accepted >= 1
-    for observed, row in ((first, p[0]), (second, p[1])):
-        if observed.sum():
-            assert observed[row == 0].sum() == 0
-            assert chisquare(observed[row > 0], observed.sum() * row[row > 0]).pvalue > P_VALUE
-    # the acceptance rate is 1 minus the total variation distance
-    assert accepted / n_draws == pytest.approx(np.minimum(p[0], q[0]).sum(), abs=tolerance)
-    if case == "equal":  # up to the rounding of float32 logits
-        assert accepted >= n_draws - 1
 
 
 def test_each_draft_is_accepted_by_its_own_filtered_distribution() -> None:

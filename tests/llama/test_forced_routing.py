@@ -35,12 +35,19 @@ def forced(path: Path, mode: Mode, **further: Any) -> Iterator[Context]:
             yield context
 
 
+def used_experts(context: Context, layer: int) -> np.ndarray:
+    """The experts [T, k] that llama.cpp's graph used in the newest batch."""
+    k = context.model.info.used_per_layer[layer]
+    out = np.empty(len(TOKENS) * k, dtype=np.int32)
+    return out[: context.routing.call("captured", layer, out.ctypes.data, out.size)].reshape(-1, k)
+
+
 @pytest.mark.parametrize("mode", ["stock", "moeedge"])
 @pytest.mark.parametrize("case", CASES)
 def test_both_engines_use_the_given_experts(case: str, mode: Mode, tiny: TinyFactory) -> None:
     with forced(case_model(tiny, case), mode) as context:
         routing, info = context.routing, context.model.info
-        routing.set_capture(True)
+        routing.call("set_capture", 1)
         routing.offset = 50  # beyond the end it begins anew
         for n_done, tokens in ((0, TOKENS[:20]), (20, TOKENS[20:21]), (21, TOKENS[21:30])):
             rows = (50 + n_done + np.arange(len(tokens))) % 64
@@ -51,7 +58,7 @@ def test_both_engines_use_the_given_experts(case: str, mode: Mode, tiny: TinyFac
             counts = context.sensor.read_counts() if context.sensor is not None and mode == "moeedge" else None
             for layer in info.expert_layers:
                 k = info.used_per_layer[layer]
-                used, expected = routing.used(layer), routing.recorded.ids[rows, layer, :k]
+                used, expected = used_experts(context, layer), routing.recorded.ids[rows, layer, :k]
                 assert len(used) in (len(tokens), logits.shape[0])  # the last layer may leave out tokens without logits
                 assert np.array_equal(used, expected[-len(used) :])
                 if counts is not None and len(used) == len(tokens):
@@ -61,13 +68,14 @@ def test_both_engines_use_the_given_experts(case: str, mode: Mode, tiny: TinyFac
 def test_micro_batches_of_models_that_keep_snapshots(tiny: TinyFactory) -> None:
     """llama.cpp splits their batches so that the last tokens are together."""
     with forced(tiny("qwen35moe"), "stock", n_snapshots=4) as context:
-        context.routing.set_capture(True)
+        context.routing.call("set_capture", 1)
         for tokens in (TOKENS[:30], TOKENS[30:35], TOKENS[35:36]):
             first = context.n_past
             context.decode(tokens, phase=Phase.VERIFY, logits="all")
             for layer in context.model.info.expert_layers:
                 expected = context.routing.recorded.ids[first : first + len(tokens), layer]
-                assert np.array_equal(context.routing.used(layer), expected[:, : context.routing.used(layer).shape[1]])
+                used = used_experts(context, layer)
+                assert np.array_equal(used, expected[:, : used.shape[1]])
 
 
 @pytest.mark.parametrize("mode", ["stock", "moeedge"])
@@ -94,11 +102,11 @@ def test_both_engines_agree_under_forced_routing(tiny_moe: Path) -> None:
 def test_tokens_that_are_not_the_text_are_routed_elsewhere(tiny_moe: Path) -> None:
     with forced(tiny_moe, "stock") as context:
         routing = context.routing
-        routing.set_capture(True)
+        routing.call("set_capture", 1)
         routing.text = np.array(TOKENS, dtype=np.int32)
         context.decode([*TOKENS[:3], TOKENS[3] + 1, TOKENS[4]], phase=Phase.VERIFY, logits="all")
         # what follows a rejected draft is rejected, too
-        assert np.array_equal(routing.used(1), routing.recorded.ids[[0, 1, 2, 3 + 32, 4 + 32], 1])
+        assert np.array_equal(used_experts(context, 1), routing.recorded.ids[[0, 1, 2, 3 + 32, 4 + 32], 1])
 
 
 def test_ids_out_of_range_are_refused(tiny_moe: Path) -> None:

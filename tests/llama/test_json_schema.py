@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,12 +55,6 @@ CASES: list[tuple[Any, list[str], list[str]]] = [
      ['{"name": 1, "parts": []}', '{"name": "x", "parts": [{"m": 1}]}']),
     (TREE, ['{"v": 1, "next": {"v": 2, "next": null}}'], ['{"v": 1}', '{"v": 1, "next": 2}']),
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def model(tiny_moe: Path) -> Iterator[Model]:
-    with Model.load(tiny_moe, header_only=True) as loaded:
-        yield loaded
 
 
 def follows(model: Model, grammar: str, text: str) -> bool:

@@ -104,20 +104,6 @@ def test_outputs_are_the_same(wide: Path) -> None:
     assert np.array_equal(logits_of(wide, "on demand"), logits_of(wide, "mapped"))
 
 
-def test_the_answer_to_llama_cpp_is_restored(wide: Path, tmp_path: Path) -> None:
-    before = numa_answer()
-    Model.load(wide, storage="on demand").close()
-    assert numa_answer() == before
-    broken = tmp_path / "broken.gguf"
-    content = bytearray(wide.read_bytes())
-    position = content.index(b"qwen3moe")
-    content[position : position + 8] = b"qwen9moe"  # an architecture that llama.cpp does not know
-    broken.write_bytes(content)
-    with pytest.raises(ModelFileError):
-        Model.load(broken, storage="on demand")
-    assert numa_answer() == before
-
-
 def test_only_the_thread_that_loads_gets_the_other_answer() -> None:
     before = numa_answer()
     others: list[int] = []

@@ -13,7 +13,7 @@ from moeedge.errors import InputError, VocabularyMismatchError
 from moeedge.hardware.devices import Storage
 from moeedge.lab.widen.random_model import ENDOFTEXT, IM_END, IM_START, N_VOCAB
 from moeedge.llama.context import Context
-from moeedge.llama.draft_heads import BlockLayout, HeadKind, check_compatible
+from moeedge.llama.draft_heads import check_compatible
 from moeedge.llama.model import Model
 from moeedge.llama.model_memory import ModelMemory, choose_n_ctx
 from moeedge.native.abi import Phase
@@ -125,18 +125,3 @@ def test_experts_with_a_gpu_are_repacked_where_they_are_loaded(
     monkeypatch.setattr(lib, "llama_model_load_from_file", remember)
     Model.load(tiny_moe, experts_on_cpu=True, storage=storage).close()
     assert asked == [repacked]
-
-
-@pytest.mark.parametrize(
-    ("name", "n_heads", "block", "n_drafts_max"),
-    [
-        ("mtp", 1, None, None),  # a head that reads its own states drafts on
-        ("mtp", 2, None, 2),
-        ("mtp", 3, None, 3),
-        ("dflash", 1, BlockLayout(mask=5, n_tokens=8, first=1, causal=False), 7),
-        ("dflash", 1, BlockLayout(mask=5, n_tokens=8, first=0, causal=True), 8),
-    ],
-)
-def test_drafts_of_a_head(name: Any, n_heads: int, block: BlockLayout | None, n_drafts_max: int | None) -> None:
-    kind = HeadKind(name, (2,), n_skipped=0, state_at=-1, block=block, n_heads=n_heads)
-    assert kind.n_drafts_max == n_drafts_max

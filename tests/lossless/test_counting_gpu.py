@@ -9,6 +9,9 @@ the details.
 from __future__ import annotations
 
 import dataclasses
+import logging
+import re
+from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,9 +22,11 @@ import pytest
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import DeviceFailedError
+from moeedge.llama import library
 from moeedge.native.abi import DevicePath, Phase, PrefillPath
 from moeedge.run import is_warning
 from moeedge.scheduler import sizing
+from moeedge.scheduler.config import ExecutionConfig
 from moeedge.scheduler.stats import StepRecord
 from tests.conftest import TinyFactory
 from tests.lossless.conftest import LONG_PROMPT as PROMPT
@@ -64,18 +69,16 @@ def gpu_config(
     return dataclasses.replace(config, n_gpu_layers=n_gpu_layers)
 
 
-def check(
-    config: EngineConfig, counting: CountingDevice, *, late: bool, alternates: bool = False, n_predict: int = N_PREDICT
-) -> None:
+def check(config: EngineConfig, counting: CountingDevice, *, late: bool, alternates: bool = False) -> None:
     """Two answers of a session: greedy decoding's, computed in part by the device, without hazards."""
     gpu: dict[str, Any] = {"gpu": DEVICE, "n_gpu_layers": config.n_gpu_layers, "experts_on_cpu": True}
     with StockContext(config.model, n_ctx=512, **gpu) as stock:
-        stock.answer(PROMPT, n_predict)
+        stock.answer(PROMPT, N_PREDICT)
         with counting.late() if late else nullcontext(), Session.open(config) as session:
             assert session.placement is not None
             session.placement.governor = AlternatingCache() if alternates else None
             counting.reset()
-            assert_answers(session, stock, PROMPT, n_predict, 2)
+            assert_answers(session, stock, PROMPT, N_PREDICT, 2)
             hit_stats(session)
             assert count(counting.timeline()).launches > 0
             counting.check()
@@ -159,22 +162,76 @@ def test_prompts_streamed_in_chunks(
             counting.check()
 
 
+# what ggml's scheduler gives our backend
+
+
+@pytest.fixture
+def splits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, list[str]]]]:
+    """Backend and inputs of every split that ggml's scheduler makes while the test runs."""
+    found: list[tuple[str, list[str]]] = []
+    line = re.compile(r"## SPLIT #\d+: (\w+?)\d*(?:\[.*?\])? # \d+ inputs:?(.*)")
+
+    class Reader(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if match := line.match(record.getMessage()):
+                found.append((match[1], re.findall(r"\[(.+?)-?\d* \(", match[2])))
+
+    monkeypatch.setenv("GGML_SCHED_DEBUG", "1")
+    library.logger.addHandler(Reader())  # tests/conftest.py takes it off
+    library.logger.setLevel(logging.DEBUG)
+    yield found
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("n_gpu_layers", "late"), [(1, True), (24, False), (ALL, True)])
-def test_the_bundled_pair(
-    n_gpu_layers: int, late: bool, bundled_pair: tuple[Path, Path], counting: CountingDevice
+@pytest.mark.parametrize("case", sorted(set(ATTENTION_CASES) - {"grovemoe"}))  # whose layers have two blocks
+def test_one_split_per_block_that_gives_back_one_sum(
+    case: str, tiny: TinyFactory, tiny_draft: Path, counting: CountingDevice, splits: list[tuple[str, list[str]]]
 ) -> None:
-    check(gpu_config(*bundled_pair, 0.17, n_gpu_layers=n_gpu_layers), counting, late=late, n_predict=8)
+    path = case_model(tiny, case, experts=MANY_EXPERTS)
+    with Session.open(gpu_config(path, tiny_draft)) as session:
+        splits.clear()
+        greedy_answer(session, SHORT_PROMPT, N_PREDICT)
+        hit_stats(session)
+    ours = [inputs for backend, inputs in splits if backend == "MOEEDGE"]
+    theirs = [name for backend, inputs in splits if backend != "MOEEDGE" for name in inputs if "ffn_moe" in name]
+    assert ours and all(len(inputs) <= 3 for inputs in ours)  # the block's input, ids and weights
+    assert len(theirs) == len(ours)  # their sum; a copy for each of a token's experts would be as large as all together
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["fate", "sp-moe-prefetch", "hybrimoe"])
+def test_predictions_from_hidden_states(
+    policy: str, many: Path, tiny_draft: Path, stock: StockContext, counting: CountingDevice
+) -> None:
+    """The GPU computes routers and draft: predictions use what the experts read; the draft's inputs are unknown."""
+    loads = ExecutionConfig(misses="load")
+    with Session.open(gpu_config(many, tiny_draft, policy=policy, execution=loads)) as session:
+        assert_answers(session, stock, PROMPT, N_PREDICT, 2)
+        assert session.placement is not None and session.placement.on_demand is not None
+        assert session.placement.on_demand.loaded > 0
+        share = session.placement.predicted_share
+        assert (share is not None) == (policy != "sp-moe-prefetch"), session.info.notes
+        assert share is None or share > 0.2
 
 
 # a GPU that fails
 
 
-def check_failure(tiny: TinyFactory, counting: CountingDevice, *, ratio: float = 0.5, mode: int, at_graph: int) -> None:
+@pytest.mark.parametrize(
+    ("mode", "at_graph", "ratio"),
+    [
+        *((mode, at_graph, 0.5) for mode in (ONCE, THROWS) for at_graph in (1, 30)),
+        *(  # each pair of their values
+            pytest.param(mode, at_graph, (0.0, 0.17, 1.0)[(i + j) % 3], marks=pytest.mark.slow)
+            for i, mode in enumerate((ONCE, FOR_GOOD, THROWS))
+            for j, at_graph in enumerate((2, 5, 9, 17, 33, 65))
+        ),
+    ],
+)
+def test_a_gpu_that_fails(mode: int, at_graph: int, ratio: float, tiny: TinyFactory, counting: CountingDevice) -> None:
     """`at_graph` counts from the begin of the answer."""
     path = tiny("qwen3moe")
-    config = gpu_config(path, tiny("qwen3"), ratio, policy="lru")
-    config = dataclasses.replace(config, cpu_fallback=True)
+    config = dataclasses.replace(gpu_config(path, tiny("qwen3"), ratio, policy="lru"), cpu_fallback=True)
     with StockContext(path) as stock, ExitStack() as stack, Session.open(config) as session:
         n_before = len(session.info.notes)
         stack.enter_context(counting.failing(at_graph, mode))  # until the session is closed
@@ -183,27 +240,6 @@ def check_failure(tiny: TinyFactory, counting: CountingDevice, *, ratio: float =
         assert 1 <= len(warnings) <= 2  # of the cache's device, of llama.cpp's
         stats = session.placement_stats()
         assert stats is None or stats.lost
-
-
-@pytest.mark.parametrize("mode", [ONCE, pytest.param(FOR_GOOD, marks=pytest.mark.slow), THROWS])
-@pytest.mark.parametrize("at_graph", [1, 30])
-def test_a_gpu_that_fails(mode: int, at_graph: int, tiny: TinyFactory, counting: CountingDevice) -> None:
-    check_failure(tiny, counting, mode=mode, at_graph=at_graph)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mode", "at_graph", "ratio"),
-    [  # each pair of their values
-        (mode, at_graph, (0.0, 0.17, 1.0)[(i + j) % 3])
-        for i, mode in enumerate((ONCE, FOR_GOOD, THROWS))
-        for j, at_graph in enumerate((2, 5, 9, 17, 33, 65))
-    ],
-)
-def test_a_gpu_that_fails_anywhere(
-    mode: int, at_graph: int, ratio: float, tiny: TinyFactory, counting: CountingDevice
-) -> None:
-    check_failure(tiny, counting, ratio=ratio, mode=mode, at_graph=at_graph)
 
 
 def test_a_driver_that_throws_inside_our_backend_is_not_called_again(many: Path, counting: CountingDevice) -> None:

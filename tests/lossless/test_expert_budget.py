@@ -104,13 +104,6 @@ def test_a_gpu_computes_the_same(case: str, coverage: Coverage, tiny: TinyFactor
     assert np.abs(rows[0] - rows[1]).max() < 0.05 * rows[0].std()
 
 
-@pytest.mark.parametrize("ratio", [0.0, 0.5])
-def test_a_budget_of_all_experts_is_lossless(ratio: float, many: Path, tiny_draft: Path, stock: StockContext) -> None:
-    config = hybrid_config(many, tiny_draft, ratio)
-    with Session.open(replace(config, expert_budget=ExpertBudget(budget=MANY_EXPERTS))) as session:
-        assert_answers(session, stock, PROMPT, N_PREDICT)
-
-
 def test_the_budget_changes_between_answers(many: Path, tiny_draft: Path, stock: StockContext) -> None:
     """Off and on again; stock mode has none."""
     budget = ExpertBudget(budget=BUDGET)

@@ -14,11 +14,10 @@ import pytest
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig
 from moeedge.llama import library
-from moeedge.native.abi import Phase
 from tests.conftest import TinyFactory
 from tests.support.cases import MOE_CASES, case_model
 from tests.support.greedy import judge
-from tests.support.sessions import GREEDY, answered
+from tests.support.sessions import answered
 from tests.support.stock import StockContext
 
 Speculation = tuple[str, int | str] | None
@@ -85,55 +84,6 @@ def test_drafts_are_accepted(kind: str, tiny_moe: Path, tiny_draft: Path) -> Non
         stats = answer(session, REPETITIVE, N_PREDICT).stats
         assert 0 < stats.accepted < stats.drafted
         assert stats.tokens_per_step > 1
-
-
-def test_draft_equal_to_the_target_is_always_accepted(tiny: TinyFactory) -> None:
-    path = tiny("gpt-oss")
-    with opened(path, ("model", 4), path) as session:
-        stats = answer(session, PROMPT, 41).stats
-        assert stats.accepted == stats.drafted == 32
-        assert stats.steps == 8
-
-
-def test_moe_draft_has_a_sensor_of_its_own(tiny: TinyFactory, tiny_moe: Path, stock_of: StockOf) -> None:
-    """Target and draft both route: phases and shapes show that neither sensor sees the other's graphs."""
-    with opened(tiny_moe, ("model", 4), tiny("llama")) as session:
-        assert session.draft_context is not None
-        sensors = session.target.sensor, session.draft_context.sensor
-        assert sensors[0] is not None and sensors[1] is not None
-        seen: list[set[Phase]] = [set(), set()]
-        generation = session.generate(PROMPT, n_predict=N_PREDICT, sampling=GREEDY)
-        for _ in generation:
-            for sensor, phases, n_used in zip(sensors, seen, (4, 2), strict=True):
-                frames = sensor.frames()
-                phases.update(Phase(frame.phase) for frame in frames)
-                assert all(frame.ids.shape[2] == n_used for frame in frames)
-    assert seen == [{Phase.PREFILL, Phase.VERIFY, Phase.DECODE} & seen[0], {Phase.PREFILL, Phase.DRAFT}]
-    assert Phase.VERIFY in seen[0]
-    assert not judge(stock_of(tiny_moe), PROMPT, generation.tokens).faults
-
-
-@pytest.mark.parametrize("speculation", [None, ("model", 4), ("ngram", 4)])
-def test_stock_mode_is_the_same_loop(
-    speculation: Speculation, tiny_moe: Path, tiny_draft: Path, stock_of: StockOf
-) -> None:
-    """Our backend takes no operations: the same tokens as with it, plain decoding the same as plain llama_cpp calls."""
-    answers = []
-    for mode in ("stock", "moeedge"):
-        with opened(tiny_moe, speculation, tiny_draft, mode=mode) as session:
-            answers.append(answer(session, PROMPT, N_PREDICT).tokens)
-    assert answers[0] == answers[1]
-    if speculation is None:
-        assert answers[0] == stock_of(tiny_moe).answer(PROMPT, N_PREDICT)
-
-
-def test_prefix_reuse_keeps_the_answer(tiny_moe: Path, tiny_draft: Path, stock_of: StockOf) -> None:
-    """A second turn computes only the new tokens and gives the answer of stock for the entire prompt."""
-    with opened(tiny_moe, ("model", 4), tiny_draft) as session:
-        prompt = [*PROMPT, *answer(session, PROMPT, 20).tokens, *REPETITIVE[:7]]
-        second = answer(session, prompt, 30)
-        assert second.stats.prefill_tokens < 10
-    assert not judge(stock_of(tiny_moe), prompt, second.tokens).faults
 
 
 @pytest.mark.slow

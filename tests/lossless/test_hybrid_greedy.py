@@ -208,10 +208,3 @@ def test_logits_of_every_path(ratio: float, layers_per_pool: int, model: Path, s
             context.trim(0)
             on_device = after.pairs_hit - before.pairs_hit
             assert (on_device > 0) == (path is not PrefillPath.CPU), f"{path}: {on_device} pairs on the device"
-
-
-@pytest.mark.parametrize("path", PATHS, ids=str)
-def test_greedy_after_every_path(path: PrefillPath, many: Path, tiny_draft: Path, stock: StockContext) -> None:
-    """Through the session: a prompt of 150 tokens, then drafts."""
-    with Session.open(hybrid_config(many, tiny_draft, 0.5, gamma=4, prefill=path)) as session:
-        assert_answers(session, stock, LONG_PROMPT, 24, 2)

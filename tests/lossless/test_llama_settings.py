@@ -24,7 +24,7 @@ from tests.support.counting import DEVICE, CountingDevice
 from tests.support.greedy import judge
 from tests.support.hybrid import hit_stats, hybrid_config
 from tests.support.lora import make_adapter
-from tests.support.sessions import answered
+from tests.support.sessions import answered, plain_config
 from tests.support.stock import StockContext
 
 PROMPT = np.random.default_rng(4).integers(0, 256, 80).tolist()
@@ -63,9 +63,7 @@ def pair(tiny: TinyFactory) -> tuple[Path, Path]:
 
 
 def config(pair: tuple[Path, Path], **changes: Any) -> EngineConfig:
-    return EngineConfig(
-        **{"model": pair[0], "draft": pair[1], "gamma": 4, "n_ctx": 256, "n_threads": 1, "device": "none"} | changes
-    )
+    return replace(plain_config(*pair, n_ctx=256), **changes)
 
 
 def answer(session: Session) -> list[int]:

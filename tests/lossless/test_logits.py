@@ -135,17 +135,6 @@ def test_repacked_kernels_are_in_use(tiny_moe: Path) -> None:
     assert np.allclose(rows, other, rtol=0, atol=0.2)
 
 
-@pytest.mark.slow
-def test_bundled_target(bundled_pair: tuple[Path, Path]) -> None:
-    rows = []
-    for scope in OffloadScope:
-        context, _ = sensed_context(bundled_pair[0], scope, n_threads=2)
-        with context:
-            rows.append(transcript(context))
-    assert np.array_equal(rows[1], rows[0])
-    assert np.array_equal(rows[2], rows[0])
-
-
 @pytest.mark.parametrize("mode", ["moeedge", "stock"])
 def test_engine_context(mode: Literal["moeedge", "stock"], tiny_moe: Path, reference: Reference) -> None:
     """The engine's own context, as sessions use it: pieces, rollback and views of the logits."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-import subprocess
 import sys
 import threading
 import time
@@ -120,27 +119,6 @@ def test_without_a_thread_that_reads_the_mapped_file_is_computed_from(
         assert cache.stats().pinned == 0
 
 
-def test_an_overwritten_file_gives_no_wrong_logit(many: Path, expected: list[np.ndarray], tmp_path: Path) -> None:
-    """Answers are right until a changed expert would be needed; then there are none."""
-    copy = Path(shutil.copy(many, tmp_path / "model.gguf"))
-    with ram_context(copy, 0.3) as (context, cache):
-        assert_equal(decode(context), expected)
-        overwrite(copy)
-        with pytest.raises(MoeedgeError):
-            for _ in range(20):
-                assert_equal(decode(context), expected)
-        assert f"{copy} was changed" in cache.reader().error
-
-
-def test_a_file_that_is_cut_off_ends_with_an_error(many: Path, tmp_path: Path) -> None:
-    """In a process of its own, which a signal would end."""
-    copy = Path(shutil.copy(many, tmp_path / "model.gguf"))
-    code = "import sys; from tests.support.ram_driver import cut_off; cut_off(sys.argv[1])"
-    found = subprocess.run([sys.executable, "-c", code, str(copy)], capture_output=True, text=True, timeout=120)
-    assert found.returncode == 0, found.stderr
-    assert f"{copy} was changed" in found.stdout
-
-
 @pytest.mark.skipif(platform.system() != "Linux", reason="reads /proc/self/smaps")
 def test_the_mapped_file_is_never_touched(many: Path, expected: list[np.ndarray]) -> None:
     with ram_context(many, 0.3) as (context, _cache):
@@ -238,12 +216,3 @@ def test_a_file_that_others_change(
         assert raised.value.message.startswith("Expert ") and str(copy) in raised.value.message and raised.value.hint
         with pytest.raises(MoeedgeError):
             greedy_answer(session, list(range(200)), N_PREDICT)
-
-
-@pytest.mark.slow
-def test_two_processes_on_one_file(path: Path) -> None:
-    command = [sys.executable, "-m", "moeedge", "chat", "-m", str(path), "-md", "none", "-c", "512", "-t", "1", "--raw"]
-    command += ["-p", "tell me of the sea", "-n", "40", "--temp", "0", "-dev", "none"]
-    mapped = subprocess.run([*command, "--ram", "off"], capture_output=True, timeout=120, check=True).stdout
-    both = [subprocess.Popen([*command, "--ram", "200KiB"], stdout=subprocess.PIPE) for _ in range(2)]
-    assert [process.communicate(timeout=120)[0] for process in both] == [mapped, mapped]

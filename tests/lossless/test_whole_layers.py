@@ -39,12 +39,11 @@ def check(
     n_cpu_moe: int = 2,
     ratio: float = 0.3,
     *,
-    policy: str = "spac",
     prefill: str = "auto",
     **changes: object,
 ) -> None:
     """Two answers of a session with whole layers; `ratio` of all experts in the cache."""
-    config = hybrid_config(path, draft, ratio, gamma=4, device=DEVICE, policy=policy, prefill=prefill)
+    config = hybrid_config(path, draft, ratio, gamma=4, device=DEVICE, prefill=prefill)
     config = replace(config, n_cpu_moe=n_cpu_moe, **changes)  # type: ignore[arg-type]
     with StockContext(path, n_ctx=512, gpu=DEVICE, n_gpu_layers=99, experts_on_cpu=True) as stock:
         stock.answer(LONG_PROMPT, 24)
@@ -76,14 +75,6 @@ def test_every_number_of_layers(n_cpu_moe: int, ratio: float, many: Path, tiny_d
 def test_every_architecture(case: str, tiny: TinyFactory, tiny_draft: Path) -> None:
     """test_counting_gpu.py has every architecture's experts in a cache on a GPU."""
     check(case_model(tiny, case, experts=MANY_EXPERTS), tiny_draft)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "policy", ["lru", "lfu", "static", "moe-infinity", "fate", "adapmoe", "hybrimoe", "sp-moe-prefetch"]
-)
-def test_every_policy(policy: str, many: Path, tiny_draft: Path) -> None:
-    check(many, tiny_draft, policy=policy)
 
 
 @pytest.mark.slow

@@ -5,10 +5,11 @@ The sensor reads what the backend computed with: the ids and the final weights o
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import llama_cpp.llama_cpp as lib
 import numpy as np
@@ -30,9 +31,9 @@ from moeedge.lab.policies.expert_budget import RouterKind as Kind
 from moeedge.llama import library
 from moeedge.llama.context import Context
 from moeedge.llama.model import Model
-from moeedge.llama.routers import ContextBudget, LayerRouting
+from moeedge.llama.routers import ContextBudget
 from moeedge.llama.sequence import Logits
-from moeedge.native import Frame
+from moeedge.native import Frame, abi
 from moeedge.native.abi import BudgetCoverage, BudgetRanking, Phase, RouterKind
 from moeedge.policies.expert_budget import Coverage, ExpertBudget
 from tests.conftest import TinyFactory
@@ -60,6 +61,16 @@ CASES = ("qwen3moe", "qwen2moe", "mixtral", "olmoe", "deepseek2", "deepseek3", "
 COVERAGES: tuple[Coverage, ...] = ("substitution", "truncation")
 
 
+class LayerRouting(NamedTuple):
+    """Views of native memory that the next verification overwrites."""
+
+    kind: abi.RouterKind
+    values: NDArray[np.float32]  # [T, n_experts], the router's output
+    selection: NDArray[np.float32]  # [T, n_experts], sorted by the router's top-k
+    natural_ids: NDArray[np.int32]  # [T, k], the selected experts without the budget
+    ids: NDArray[np.int32]  # [T, k], with it
+
+
 @dataclass
 class Case:
     """A model, a context that can keep to a budget, and how the model weighs its experts."""
@@ -85,10 +96,18 @@ class Case:
         return self.context.budget
 
     def routing(self, layer: int) -> LayerRouting:
-        """The router's values in the newest verification."""
-        found = self.budget.routing(layer)
-        assert found is not None
-        return found
+        """The layer's routing in the newest verification."""
+        raw = abi.BudgetRoutingStruct()
+        self.budget.call("get_routing", layer, ctypes.byref(raw))
+        info = self.model.info
+        wide, narrow = (raw.n_tokens, info.n_experts), (raw.n_tokens, info.used_per_layer[layer])
+        return LayerRouting(
+            abi.RouterKind(raw.kind),
+            abi.view(raw.values, wide, np.float32),
+            abi.view(raw.selection, wide, np.float32),
+            abi.view(raw.natural_ids, narrow, np.int32),
+            abi.view(raw.ids, narrow, np.int32),
+        )
 
     def expected(self, layer: int, budget: int, **arguments: Any) -> BudgetedRouting:
         """The reference on the values that the layer's router gave."""
@@ -121,7 +140,7 @@ def case(request: pytest.FixtureRequest, tiny: TinyFactory) -> Iterator[Case]:
         Context(model, n_ctx=64, n_threads=1, has_budget=True) as context,
     ):
         assert context.budget is not None
-        context.budget.set_capture(True)
+        context.budget.call("set_capture", 1)
         yield Case(model, context, MIXING[request.param if request.param in MIXING else arch])
 
 
@@ -175,14 +194,34 @@ def test_prompts_and_single_tokens_keep_all_experts(case: Case) -> None:
         rows.append([case.context.decode(tokens, phase=phase, logits="all").copy() for tokens, phase in batches])
     assert all(map(np.array_equal, *rows))
     case.context.trim(0)
-    case.budget.set_active(True)
+    case.budget.call("set_active", 1)
     try:
         for tokens, n_batches in ((TOKENS[:1], 0), (TOKENS[:2], 1)):
             case.context.decode(tokens, phase=Phase.DECODE, logits="all")
             sums = case.budget.read()[list(case.model.info.expert_layers)]
             assert (sums["batches"] == n_batches).all()
     finally:
-        case.budget.set_active(False)
+        case.budget.call("set_active", 0)
+
+
+def test_each_layer_keeps_to_its_own_budget(case: Case) -> None:
+    info, native = case.model.info, case.budget
+    budgets = np.full(info.n_layers, info.n_experts, dtype=np.int32)
+    for layer in info.expert_layers:
+        budgets[layer] = min(info.used_per_layer[layer] + (layer == 1), info.n_experts)
+    case.context.set_budget(None)
+    case.context.trim(0)
+    case.context.decode(PROMPT, phase=Phase.PREFILL)
+    native.configure(budgets, ranking=BudgetRanking.PICKS, coverage=BudgetCoverage.SUBSTITUTION)
+    native.call("set_active", 1)
+    try:
+        case.context.decode(TOKENS, phase=Phase.VERIFY, logits="all")
+    finally:
+        native.call("set_active", 0)
+    assert case.context.sensor is not None
+    frame = case.context.sensor.frames()[-1]
+    for layer in info.expert_layers:
+        case.check(frame, layer, case.expected(layer, int(budgets[layer])))
 
 
 def test_a_budget_below_the_experts_per_token_is_refused(case: Case) -> None:
@@ -207,7 +246,7 @@ def test_without_recognised_weights_experts_are_substituted(case: Case) -> None:
     info = case.model.info
     with Context(case.model, n_ctx=64, n_threads=1, has_budget=True) as context:
         new = Case(case.model, context, case.mixing)
-        new.budget.set_capture(True)
+        new.budget.call("set_capture", 1)
         context.set_budget(ExpertBudget(budget=info.n_expert_used, coverage="truncation"))
         for n_substituted in (1, 0):
             context.trim(0)

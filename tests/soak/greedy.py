@@ -25,6 +25,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -154,12 +155,12 @@ def _ended(stock: StockContext, tokens: list[int]) -> list[int]:
     return more
 
 
-def run_cases(first: int, n_cases: int, device: str | None) -> None:
+def run_cases(seeds: list[int], device: str | None) -> None:
     """In a process of its own: prints the lines of cases."""
     library.start()
     with tempfile.TemporaryDirectory(prefix="moeedge-soak-") as folder:
         models = Models(Path(folder))
-        for seed in range(first, first + n_cases):
+        for seed in seeds:
             start_s = time.monotonic()
             signal.alarm(LIMIT_S)
             try:
@@ -169,39 +170,29 @@ def run_cases(first: int, n_cases: int, device: str | None) -> None:
             print(json.dumps(line | {"seconds": round(time.monotonic() - start_s, 1)}), flush=True)
 
 
-def in_a_process(first: int, n_cases: int, device: str | None) -> list[dict[str, Any]]:
+def in_a_process(seeds: list[int], device: str | None) -> list[dict[str, Any]]:
     """The lines of the cases; one whose process ends has a failure, and the others go on in another process."""
     lines: list[dict[str, Any]] = []
-    while len(lines) < n_cases:
-        seed, words = first + len(lines), [sys.executable, "-m", "tests.soak.greedy", "--run"]
-        words += [f"{seed}:{n_cases - len(lines)}", *(("--device", device) if device else ())]
+    while len(lines) < len(seeds):
+        words = [sys.executable, "-m", "tests.soak.greedy", "--run", ",".join(map(str, seeds[len(lines) :]))]
+        words += ["--device", device] if device else []
         environment = os.environ | {"GOMP_SPINCOUNT": "1000", "MOEEDGE_NO_PROBE": "1"}
         done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
         lines += [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-        if done.returncode or len(lines) < n_cases:
-            told = f"ended with {done.returncode}: {done.stderr[-500:]}"
-            if len(lines) == n_cases:  # at its end
-                lines[-1].setdefault("failures", []).append(told)
-                break
-            seed = first + len(lines)
+        told = f"ended with {done.returncode}: {done.stderr[-500:]}"
+        if len(lines) < len(seeds):
+            seed = seeds[len(lines)]
             lines.append({"seed": seed, **settings_of(seed, device), "tokens": 0, "tied": 0, "failures": [told]})
+        elif done.returncode:  # at its end
+            lines[-1].setdefault("failures", []).append(told)
     return lines
 
 
-def batches(first: int, most: int, done: Collection[int]) -> Iterator[tuple[int, int]]:
-    """First seeds and numbers of the cases of each process, but those that are done."""
-    begin = end = first
-    for seed in range(first, first + most):
-        if seed in done or end - begin == CASES_PER_PROCESS:
-            if end > begin:
-                yield begin, end - begin
-            begin = end = seed
-        if seed in done:
-            begin = end = seed + 1
-        else:
-            end = seed + 1
-    if end > begin:
-        yield begin, end - begin
+def batches(first: int, most: int, done: Collection[int]) -> Iterator[list[int]]:
+    """The seeds of the cases of each process, but those that are done."""
+    seeds = (seed for seed in range(first, first + most) if seed not in done)
+    while batch := list(islice(seeds, CASES_PER_PROCESS)):
+        yield batch
 
 
 def summary(lines: list[dict[str, Any]]) -> str:
@@ -231,8 +222,7 @@ def main() -> int:
     parser.add_argument("--run", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.run:
-        first, n_cases = map(int, options.run.split(":"))
-        run_cases(first, n_cases, options.device)
+        run_cases([int(seed) for seed in options.run.split(",")], options.device)
         return 0
     lines: list[dict[str, Any]] = []
     if options.out is not None and options.out.is_file():
@@ -250,7 +240,7 @@ def main() -> int:
         while True:
             enough = sum(line.get("tokens", 0) for line in lines) >= options.tokens or time.monotonic() > end_s
             while not enough and len(running) < options.workers and (batch := next(asked, None)) is not None:
-                running.add(pool.submit(in_a_process, *batch, options.device))
+                running.add(pool.submit(in_a_process, batch, options.device))
             if not running:
                 break
             done, running = wait(running, return_when=FIRST_COMPLETED)

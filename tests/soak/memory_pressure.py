@@ -25,17 +25,16 @@ from typing import Any
 import psutil
 
 from moeedge.data.datasets import load_toy
-from moeedge.engine.conversation import Conversation, prompt_tokens
 from moeedge.engine.session import Session
-from moeedge.engine.types import EngineConfig, SamplingConfig
+from moeedge.engine.types import EngineConfig
 from moeedge.hardware.provenance import read_provenance
 from moeedge.run import Notification
 from moeedge.scheduler.config import PlacementConfig
 from moeedge.units import parse_size
 from tests.support.ballast import Ballast
+from tests.support.hybrid import greedy_answer
 
 SCHEMA = "moeedge-memory-pressure-1"
-GREEDY = SamplingConfig(temperature=0.0, seed=0)
 PERIOD_S = (5.0, 30.0)  # between two sizes of the ballast
 STEP_BYTES = 64 << 20
 PAUSE_S = 0.1  # after each: a program that takes 0.6 GB/s
@@ -49,14 +48,7 @@ def prompts() -> list[str]:
 
 def answer(session: Session, text: str, n_predict: int) -> list[int]:
     """Greedy tokens, in an empty context."""
-    conversation = Conversation(system="")
-    conversation.ask(text)
-    session.reset()
-    tokens = prompt_tokens(session.model, conversation, raw=False)
-    generation = session.generate(tokens, n_predict=n_predict, sampling=GREEDY, ignore_eos=True)
-    for _step in generation:
-        pass
-    return list(generation.tokens)
+    return greedy_answer(session, session.model.chat_tokens([{"role": "user", "content": text}]), n_predict)
 
 
 def references(options: argparse.Namespace) -> list[list[int]]:

@@ -18,8 +18,8 @@ def test_a_seed_gives_a_case_again() -> None:
 
 
 def test_cases_are_shared_out_in_their_order() -> None:
-    assert list(batches(5, 17, ())) == [(5, 8), (13, 8), (21, 1)]
-    assert list(batches(0, 12, {0, 3, 11})) == [(1, 2), (4, 7)]
+    assert list(batches(5, 10, ())) == [[*range(5, 13)], [13, 14]]
+    assert list(batches(0, 12, {0, 3, 11})) == [[1, 2, *range(4, 10)], [10]]
 
 
 @pytest.mark.slow
