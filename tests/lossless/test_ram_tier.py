@@ -15,6 +15,7 @@ import pytest
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, EngineInfo
 from moeedge.errors import InputError
+from moeedge.experts import Residency
 from moeedge.llama import dense_weights
 from moeedge.llama.dense_weights import DenseWeights
 from moeedge.llama.gguf_file import expert_bytes, expert_tensors
@@ -32,6 +33,7 @@ from moeedge.ui.figures import live_cache_figures
 from moeedge.units import format_bytes
 from tests.lossless.conftest import PROMPT, Loaded, each_case
 from tests.support.cases import MOE_CASES
+from tests.support.experts import drain
 from tests.support.hybrid import MANY_EXPERTS, assert_answers, greedy_answer
 from tests.support.ram_driver import file_context, ram_context
 from tests.support.stock import StockContext

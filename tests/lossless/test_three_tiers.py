@@ -5,6 +5,8 @@ The contexts' own model has zeros instead of experts, so that whatever read the 
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
