@@ -22,8 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from moeedge.lab.sim.curves import CurveConfig, CurveInput, CurvePanel, trace_curves
+from moeedge.lab.sim.curves import CurvePanel, trace_curves
 from moeedge.lab.sim.model_shape import find_model
+from moeedge.lab.sim.replay import ReplayConfig, ReplayInput
 from moeedge.lab.sim.simulate import SimulationConfig, simulate
 from moeedge.lab.sim.step_costs import find_hardware, roofline_costs
 from moeedge.lab.traces.importers import read_trace
@@ -45,8 +46,8 @@ def panel_of(path: Path, *, fresh_memory: bool, n_processes: int) -> CurvePanel:
     """All policies on a recording."""
     schedule = recorded_schedule(read_trace(path))
     assert schedule is not None, f"{path} has no drafts"
-    config = CurveConfig(policies=POLICIES, limits=(LIMIT,), fresh_memory=fresh_memory)
-    return trace_curves([CurveInput(path.name, schedule, RATIO)], config, n_processes=n_processes)[0]
+    config = ReplayConfig(policies=POLICIES, ratios=(RATIO,), fresh_memory=fresh_memory)
+    return trace_curves([ReplayInput(schedule, path.name)], config, (LIMIT,), n_processes=n_processes)[0]
 
 
 def shares(panel: CurvePanel, limit: float | None, texts: np.ndarray | None = None) -> dict[str, float]:

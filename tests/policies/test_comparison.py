@@ -16,9 +16,9 @@ from moeedge.data.datasets import load_dataset
 from moeedge.engine.recording import record_routing
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
-from moeedge.lab.sim.curves import LIMITS, CurveConfig, CurveInput, Estimate, trace_curves
+from moeedge.lab.sim.curves import LIMITS, Estimate, trace_curves
 from moeedge.lab.sim.policy_replay import PolicyReplay
-from moeedge.lab.sim.replay import ReplayConfig
+from moeedge.lab.sim.replay import ReplayConfig, ReplayInput
 from moeedge.lab.sim.replay import replay as replay_all
 from moeedge.lab.traces.importers import read_trace
 from moeedge.lab.traces.schedule import Schedule, cache_shape, cut_schedule, recorded_schedule, texts_of
@@ -66,14 +66,14 @@ def compare(schedule: Schedule, names: tuple[str, ...]) -> dict[str, Replayed]:
 
 def oracle(schedule: Schedule) -> float:
     """Pair hit of the best residency for every single step."""
-    rows = replay_all(schedule, ReplayConfig(policies=("none",), ratios=(RATIO,)))
+    rows = replay_all(ReplayInput(schedule), ReplayConfig(policies=("none",), ratios=(RATIO,)))
     return rows[0].oracle_hit_rate_pairs
 
 
 def leads(schedule: Schedule) -> dict[float | None, Estimate]:
     """How much more of the pairs the default finds than lfu, with at most so many uploads per layer and step."""
-    config = CurveConfig(policies=("spac", "lfu"))
-    panel = trace_curves([CurveInput("", schedule, RATIO)], config)[0]
+    config = ReplayConfig(policies=("spac", "lfu"), ratios=(RATIO,))
+    panel = trace_curves([ReplayInput(schedule)], config)[0]
     return {
         entry.uploads: entry.beyond_reference
         for entry in panel.at_most

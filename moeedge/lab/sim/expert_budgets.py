@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from moeedge.experts import count_ids
 from moeedge.lab.policies.expert_budget import Ids, apply_budget, pick_scores, router_scores, static_scores
-from moeedge.lab.traces.schedule import Batch, Chunk
+from moeedge.lab.traces.schedule import Batch
 from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.trace.format import Trace
 
@@ -112,11 +112,6 @@ class BudgetedTrace:
             ids[at] = self._apply(batch, group, tokens)
         counts[changed] = count_ids(ids[changed], self.trace.meta.n_experts)
         return replace(batch, ids=ids, counts=counts)
-
-    def limited_chunk(self, chunk: Chunk) -> Chunk:
-        """All batches of a chunk."""
-        batches = [self.limited(batch) for batch in chunk.batches]
-        return replace(chunk, batches=batches, counts=np.stack([batch.counts for batch in batches]))
 
     def _apply(self, batch: Batch, layers: NDArray[np.intp], tokens: NDArray[np.intp]) -> NDArray[np.int32]:
         """Ids int32 [len(layers), len(tokens), k] of layers that all use k experts, and of tokens that are recorded."""

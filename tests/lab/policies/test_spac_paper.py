@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from moeedge.lab.sim.model_shape import find_model
 from moeedge.lab.sim.policy_replay import PolicyReplay, Slots
-from moeedge.lab.sim.replay import ReplayConfig, replay
+from moeedge.lab.sim.replay import ReplayConfig, ReplayInput, replay
 from moeedge.lab.sim.simulate import synthetic_trace
 from moeedge.lab.sim.step_costs import find_hardware, roofline_costs
 from moeedge.lab.traces.schedule import cache_shape, cut_schedule
@@ -135,8 +135,8 @@ def test_refilling_within_a_pass_finds_more(name: str) -> None:
         assert policy.execution_model == ExecutionModel(refills_within_step=True)
         policy.execution_model = execution_model
         replayed = PolicyReplay(policy, shape, checked_cap=CAP)
-        for chunk in schedule.chunks():
-            replayed.run(chunk)
+        for batch in schedule.batches():
+            replayed.run(batch)
         rates[execution_model.refills_within_step] = replayed.stats.hits
     assert rates[True].hit_rate_pairs >= rates[False].hit_rate_pairs > 0
     assert rates[True].uploads >= rates[False].uploads
@@ -167,7 +167,8 @@ def test_units_of_a_replay_change_its_thresholds() -> None:
     config = ReplayConfig(policies=("spac-paper", "spac-program", "lfu"), ratios=(0.17,))
     costs = roofline_costs(find_hardware("rtx4090-pcie4"), model).with_link(0.02)
     free, timed = (
-        replay(schedule, replace(config, cost_model=units)) for units in (None, costs.cost_model(PolicyConfig.cap))
+        replay(ReplayInput(schedule), replace(config, cost_model=units))
+        for units in (None, costs.cost_model(PolicyConfig.cap))
     )
     for without, with_units in zip(free, timed, strict=True):
         if without.policy == "spac-paper":

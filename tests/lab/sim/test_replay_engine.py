@@ -119,8 +119,8 @@ def run_replay(trace: Trace, policy: str) -> HitStats:
     planned = make_policy(policy, shape, PolicyConfig(gamma=GAMMA))
     planned.execution_model = replace(planned.execution_model, refills_within_step=False)  # as in the engine
     replayed = PolicyReplay(planned, shape)
-    for chunk in schedule.chunks():
-        replayed.run(chunk)
+    for batch in schedule.batches():
+        replayed.run(batch)
     hits = replayed.stats.hits
     return replace(hits, uploads=hits.uploads - replayed.stats.on_demand)
 
