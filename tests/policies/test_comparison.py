@@ -50,8 +50,8 @@ def replay(policy: Policy, schedule: Schedule, ratio: float = RATIO) -> Replayed
     """With every plan checked."""
     shape = cache_shape(schedule.trace, ratio)
     lane = PolicyReplay(policy, shape, checked_cap=5)  # spac-program's K
-    for chunk in schedule.chunks():
-        lane.run(chunk)
+    for batch in schedule.batches():
+        lane.run(batch)
     hits = lane.stats.hits
     return Replayed(hits.hit_rate_pairs, hits.uploads / schedule.n_steps / shape.n_layers)
 
