@@ -30,60 +30,36 @@ def to_ns(seconds: float) -> int:
     return round(seconds * 1e9)
 
 
-@dataclass(frozen=True, kw_only=True)
-class CallTimes:
-    """Seconds of one call as far as nothing else hides them."""
-
-    blocking_copy_s: float  # between pageable memory and the GPU, with its own synchronisation
-    queued_copy_s: float  # between pinned memory and the GPU, in the order of a queue
-    wait_s: float  # from the end of the GPU's work until the host goes on
-    sync_s: float  # a synchronisation that finds nothing to wait for
-    event_s: float  # recording an event, or making a queue wait for one
-    launch_s: float  # a graph, from the call to its first kernel
-    cpu_region_s: float  # starting and joining the CPU's threads, for one graph
-    divide_s: float  # dividing a block of one token: picking slots, gathering and scattering columns
-    pageable_bytes_per_s: float
+# calls of the counting device, and the constant of handoffs.json that each of them takes
+_CALL_TIMES = {
+    **dict.fromkeys(("gets", "sets"), "blocking_copy_s"),  # of pageable memory, with a synchronisation of its own
+    **dict.fromkeys(("gets_async", "sets_async"), "queued_copy_s"),  # of pinned memory, in the order of a queue
+    "waits": "wait_s",  # from the end of the GPU's work until the host goes on
+    "syncs": "sync_s",  # that find nothing to wait for
+    "events": "event_s",
+    "launches": "launch_s",  # of a graph, from the call to its first kernel
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calls:
-    """What the host asks of the GPU at one moment of a layer; the names are those of the counting device."""
+    """What the host asks of the GPU at one moment of a layer."""
 
-    gets: float = 0  # blocking
-    sets: float = 0
-    gets_async: float = 0
-    sets_async: float = 0
-    copies: float = 0  # within the device
-    events: float = 0
-    waits: float = 0
-    syncs: float = 0  # that find nothing to wait for
-    launches: float = 0
-    bytes_up: float = 0
-    bytes_down: float = 0
-
-    def seconds(self, times: CallTimes, link_bytes_per_s: float, scale: float = 1.0) -> float:
-        """Their time with `scale` times the bytes; blocking copies are of pageable memory."""
-        blocking, queued = self.gets + self.sets, self.gets_async + self.sets_async + self.copies
-        bytes_per_s = times.pageable_bytes_per_s if blocking else link_bytes_per_s
-        return (
-            blocking * times.blocking_copy_s
-            + queued * times.queued_copy_s
-            + self.events * times.event_s
-            + self.waits * times.wait_s
-            + self.syncs * times.sync_s
-            + self.launches * times.launch_s
-            + scale * (self.bytes_up + self.bytes_down) / bytes_per_s
-        )
+    fixed_s: float  # apart from the bytes
+    n_bytes: float  # up or down
+    blocking: bool  # the bytes are of pageable memory
 
 
 @dataclass(frozen=True, kw_only=True)
 class Handoff:
-    """How a program shares layers with the host, and what its calls cost."""
+    """How a program shares layers with the host, and what its calls cost as far as nothing else hides them."""
 
     name: str
     one: dict[str, Calls]  # of one token, by moment: down, submit, join, up; hidden: while the GPU computes, no time
     nine: dict[str, Calls]  # of nine tokens; other numbers in proportion to the bytes
-    times: CallTimes
+    cpu_region_s: float  # starting and joining the CPU's threads, for one graph
+    token_divide_s: float  # dividing a block of one token: picking slots, gathering and scattering columns
+    pageable_bytes_per_s: float
     cpu_regions: int = 1  # graphs that the CPU's threads compute per layer, at least one of them the missing experts
     divides: bool = False  # both sides compute a part of the same layer
     launched_ahead: bool = False  # the GPU's half starts before the host knows the layer's experts
@@ -93,20 +69,38 @@ class Handoff:
     def seconds(self, moment: str, n_tokens: int, link_bytes_per_s: float) -> float:
         """The time of one of the moments in a layer with so many tokens."""
         moments, scale = (self.one, 1.0) if n_tokens == 1 else (self.nine, n_tokens / _COUNTED_TOKENS)
-        return moments.get(moment, Calls()).seconds(self.times, link_bytes_per_s, scale)
+        if moment not in moments:
+            return 0.0
+        calls = moments[moment]
+        return calls.fixed_s + scale * calls.n_bytes / (
+            self.pageable_bytes_per_s if calls.blocking else link_bytes_per_s
+        )
 
     def divide_s(self, n_tokens: int) -> float:
         """Dividing a block between the sides; 0 where they do not share one."""
-        return n_tokens * self.times.divide_s if self.divides else 0.0
+        return n_tokens * self.token_divide_s if self.divides else 0.0
 
 
 def find_handoff(name: str, side: Side = "chosen") -> Handoff:
     """A program's handoff, with one side of the constants."""
     data = read_data("handoffs.json")
     values = only_known(pick(entry_of(data["programs"], name), side), Handoff)
+    times = pick(data["calls"], side)
+
+    def timed(counts: dict[str, float]) -> Calls:
+        fixed_s = sum(counts.get(call, 0) * times[constant] for call, constant in _CALL_TIMES.items())
+        n_bytes = counts.get("bytes_up", 0) + counts.get("bytes_down", 0)
+        return Calls(fixed_s=fixed_s, n_bytes=n_bytes, blocking=bool({"gets", "sets"} & counts.keys()))
+
     for tokens in ("one", "nine"):
-        values[tokens] = {moment: Calls(**calls) for moment, calls in values[tokens].items()}
-    return Handoff(name=name, times=CallTimes(**only_known(pick(data["calls"], side), CallTimes)), **values)
+        values[tokens] = {moment: timed(counts) for moment, counts in values[tokens].items()}
+    return Handoff(
+        name=name,
+        cpu_region_s=times["cpu_region_s"],
+        token_divide_s=times["divide_s"],
+        pageable_bytes_per_s=times["pageable_bytes_per_s"],
+        **values,
+    )
 
 
 TOKENS_MAX = 256  # of one expert: where the curves end
@@ -245,7 +239,6 @@ def find_hardware(text: str, side: Side = "chosen") -> HardwareSpec:
         raise InputError(f"Unknown hardware '{text}'.", hint)
     path = Path(text)
     entry: dict[str, Any] = {"name": path.stem} | read_json(path)
-    entry.pop("gpu_memory_bytes", None)  # of files up to 0.13.0; nothing reads it
     try:
         return HardwareSpec(**only_known(pick(entry, side), HardwareSpec))
     except (TypeError, ValueError) as error:
