@@ -24,8 +24,7 @@ llama-cpp-cache  Stock llama.cpp's cache of experts on the GPU, `--moe-cache-mib
     slots used longest ago and are uploaded before the op (plan); no prefetch, and the GPU computes all experts. The
     host waits once per layer, for the routing (copy). A batch above 32 tokens, or one that may use more experts than
     there are slots, min(tokens * k, N), leaves the cache as it is (get_slot_map); the larger one takes what is there
-    (copy_experts), the CPU computes the other, here counted as loads. Hits of a layer move in the order of the batch's
-    ids there, by number here.
+    (copy_experts). Departures: docs/lab/policies.md.
 """
 
 from __future__ import annotations

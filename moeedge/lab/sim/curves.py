@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product, starmap
 from multiprocessing import get_context
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -111,14 +111,6 @@ class CurvePanel(ReplaySetting):
         }
 
 
-class _Sums(NamedTuple):
-    """Sums of one arm by unit."""
-
-    max_uploads: float | None
-    pairs_hit: IntArray
-    uploads: IntArray
-
-
 def trace_curves(
     inputs: Sequence[ReplayInput],
     config: ReplayConfig,
@@ -137,7 +129,7 @@ def trace_curves(
     names = (*config.policies, *PAIR_BOUNDS)
     panels = list(product(inputs, config.ratios))
     tasks = [(given, ratio, name) for given, ratio in panels for name in names]
-    run = partial(_sums, config=config, limits=limits)
+    run = partial(_replayed, config=config, limits=limits)
     with ProcessPoolExecutor(n_processes, get_context("spawn")) as pool:  # starts a process with the first task
         found = []
         for sums in pool.map(run, *zip(*tasks, strict=True)) if n_processes > 1 else starmap(run, tasks):
@@ -161,24 +153,22 @@ def bootstrap_weights(n_units: int, n_resamples: int, seed: int) -> FloatArray:
     return rng.multinomial(n_units, np.full(n_units, 1.0 / n_units), n_resamples).astype(np.float64)
 
 
-def _sums(
+def _replayed(
     given: ReplayInput, ratio: float, policy: str, *, config: ReplayConfig, limits: Sequence[float]
-) -> list[_Sums]:
-    """One policy without a limit, and at the limits that could bind it."""
+) -> list[tuple[float | None, IntArray]]:
+    """One policy at the limits that could bind it, then without one: pairs hit and uploads by unit, [n_units, 2]."""
     unit_of = _units(given.schedule)[0]
 
-    def sums_at(limits: Sequence[float | None]) -> list[_Sums]:
+    def sums_at(limits: Sequence[float | None]) -> list[tuple[float | None, IntArray]]:
         arms = [ReplayArm(policy, ratio, limit) for limit in limits]
-        found = []
-        for limit, stats in zip(limits, replay_arms(given, arms, config), strict=True):
-            pairs_hit, uploads = np.diff(stats.until, axis=0, prepend=0).T
-            found.append(_Sums(limit, _by_unit(pairs_hit, unit_of), _by_unit(uploads, unit_of)))
-        return found
+        found = replay_arms(given, arms, config) if arms else []
+        by_batch = [np.diff(stats.until, axis=0, prepend=0) for stats in found]
+        return [(limit, _by_unit(each, unit_of)) for limit, each in zip(limits, by_batch, strict=True)]
 
     unlimited = sums_at([None])
-    used = float(unlimited[0].uploads.sum()) / _layer_steps(given.schedule)
+    used = float(unlimited[0][1][:, 1].sum()) / _layer_steps(given.schedule)
     binding = [limit for limit in limits_of(policy, limits, config.accuracy) if limit <= _BINDING * used]
-    return (sums_at(binding) if binding else []) + unlimited
+    return sums_at(binding) + unlimited
 
 
 def _layer_steps(schedule: Schedule) -> int:
@@ -194,14 +184,19 @@ def _units(schedule: Schedule) -> tuple[IntArray, str]:
     return np.maximum(step, 0) // _BLOCK_STEPS, f"{_BLOCK_STEPS} steps"
 
 
-def _by_unit(values: NDArray[Any], unit_of: IntArray) -> IntArray:
-    sums = np.zeros(int(unit_of[-1]) + 1, dtype=np.int64)
-    np.add.at(sums, unit_of, values.astype(np.int64))
+def _by_unit(by_batch: NDArray[Any], unit_of: IntArray) -> IntArray:
+    """Sums of values [n_batches, ...]."""
+    sums = np.zeros((int(unit_of[-1]) + 1, *by_batch.shape[1:]), dtype=np.int64)
+    np.add.at(sums, unit_of, by_batch.astype(np.int64))
     return sums
 
 
 def _panel(
-    given: ReplayInput, ratio: float, config: ReplayConfig, limits: Sequence[float], found: dict[str, list[_Sums]]
+    given: ReplayInput,
+    ratio: float,
+    config: ReplayConfig,
+    limits: Sequence[float],
+    found: dict[str, list[tuple[float | None, IntArray]]],
 ) -> CurvePanel:
     schedule = given.schedule
     unit_of, unit = _units(schedule)
@@ -212,18 +207,12 @@ def _panel(
     resampled: list[FloatArray] = []  # hit rates of each point
     points: list[CurvePoint] = []
     for policy, arms in found.items():
-        for sums in arms:
-            resampled.append(weights @ sums.pairs_hit / resampled_pairs)
-            points.append(
-                CurvePoint(
-                    policy,
-                    sums.max_uploads,
-                    round(int(sums.uploads.sum()) / _layer_steps(schedule), 6),
-                    _estimate(int(sums.pairs_hit.sum()) / max(int(pairs.sum()), 1), resampled[-1]),
-                    sums.pairs_hit,
-                    sums.uploads,
-                )
-            )
+        for limit, sums in arms:
+            pairs_hit, uploads = sums.T
+            resampled.append(weights @ pairs_hit / resampled_pairs)
+            rate = _estimate(int(pairs_hit.sum()) / max(int(pairs.sum()), 1), resampled[-1])
+            used = round(int(uploads.sum()) / _layer_steps(schedule), 6)
+            points.append(CurvePoint(policy, limit, used, rate, pairs_hit, uploads))
     return filled(
         CurvePanel,
         *(given, config, schedule),

@@ -1,19 +1,9 @@
 """One simulated run: draft, verify layer by layer, observe, plan, on the streams of a machine.
 
-The policy's execution model says how experts are computed:
-
-  hybrid       (the default) the device computes resident experts, the CPU the others, at the same time
-  device only  missing experts are moved on demand and computed on the device, after the resident ones
-  layerwise    a layer is entirely on one side; device only, a missing layer is streamed through
-  keeps loads  device only; the host waits for the layer's routing, all missing experts are moved at once into slots
-               that the policy frees, then the layer is computed
-
-A step's time is the sum of its parts (CAUSES): the draft model; the dense part of layers; experts on the device;
-waiting for experts on the CPU, for a load on demand, for a link that is busy with other transfers or for a prefetch
-that arrives late; and the host: handing a layer over and back, observing and planning.
-
-What the host and the device exchange for a layer is a program's handoff (moeedge.lab.sim.step_costs). While uploads are
-under way its copies to the device wait for a chunk, and the CPU shares its memory with them.
+The policy's execution model says how missing experts are computed, and a step's time is the sum of its parts, CAUSES
+(docs/lab/simulation.md, The model). What the host and the device exchange for a layer is a program's handoff
+(moeedge.lab.sim.step_costs). While uploads are under way its copies to the device wait for a chunk, and the CPU shares
+its memory with them.
 """
 
 from __future__ import annotations
@@ -277,6 +267,7 @@ class Execution:
             yield from self._on_gpu("device", _sum_ns(costs.device_ns, counts, np.array(experts)))
 
     def _from_cache(self, used: _Used) -> Process:
+        """The host waits for the routing, all missing experts take the slots of the policy's plan, the layer follows."""
         yield from self._on_host(self.costs.sync_ns)
         if used.misses.size:
             yield from self._loaded(self.mover.demand(used.layer, used.misses.tolist()))

@@ -1,16 +1,12 @@
 """One policy, or a bound, on the batches of a trace, with transfers that take no time (docs/lab/traces.md, Replay).
 
-A policy plans as it does in the engine: after each batch with the token that the target added, and before the next one
-with the drafts, where the trace holds tokens. Its uploads are there at once. Then the batch comes, and experts that are
-resident are hits: the engine finds the same where it waits for transfers (tests/lab/sim/test_replay_engine.py).
-Policies that plan before every layer do so as in the engine (`StepDriver.push_layer`): what they push before a layer is
-there for the layers after it; of a layer the experts that are resident when it is computed are hits.
+A policy plans as it does in the engine; its uploads are there at once, for policies that plan before every layer at the
+next layer. The engine finds the same hits where it waits for transfers (tests/lab/sim/test_replay_engine.py).
 
 Two bounds know the future. All layers share their slots; a policy that gives every layer its own slots is bounded as
 well. A prefill is not a step: its uses are not hits, but belady may keep what it used.
 
-oracle  Before every step the slots hold the experts that most of its tokens use. No policy that moves experts between
-        steps finds more (token, expert) pairs resident. Transfers are not counted, and it looks one step ahead.
+oracle  Before every step the slots hold the experts that most of its tokens use.
 belady  MIN with bypass (Belady, "A study of replacement algorithms for a virtual-storage computer", IBM Systems Journal
         5(2), 1966): after every step, of the resident and the just used experts, the slots keep those that are used
         again soonest. All experts of a step are used at once and a used expert need not stay, so the choice is one of
@@ -302,35 +298,6 @@ class NextUse:
         return self._used[batch], self._next[batch]
 
 
-def oracle_residency(counts: IntArray, resident: BoolArray, capacity: int) -> BoolArray:
-    """The `capacity` experts with the highest `counts` [n]; of equal ones those that are `resident` [n]; bool [n].
-
-    Slots that the step does not need stay as they are.
-    """
-    kept = np.zeros(counts.size, dtype=np.bool_)
-    capacity = min(capacity, counts.size)
-    if capacity:
-        score = 2 * counts + resident
-        best = (-score).argsort(kind="stable")[:capacity]  # a partition's choice among equals depends on the processor
-        kept[best[score[best] > 0]] = True
-    return kept
-
-
-def belady_residency(resident: BoolArray, used: FlatIds, coming: NDArray[np.int32], capacity: int) -> BoolArray:
-    """Of the `resident` experts [n] and the flat ids `used` just now the `capacity` used next soonest; bool [n].
-
-    coming  [n], the batch that uses each expert next; a used expert that is NEVER used again does not stay
-    """
-    kept: BoolArray = resident.copy()
-    kept[used[coming[used] < NEVER]] = True
-    held = np.flatnonzero(kept)
-    if held.size > capacity:
-        # of experts that are used next in the same batch no layer's come first, whatever the processor
-        spread = held * _SPREAD & 0xFFFFFFFF
-        kept[held[np.lexsort((spread, coming[held]))[capacity:]]] = False
-    return kept
-
-
 class BoundReplay:
     """A bound with its slots: MIN with bypass where `next_use` is given (Belady), else the one-step oracle."""
 
@@ -348,12 +315,34 @@ class BoundReplay:
         if self._next_use is not None:
             used, following = self._next_use.of(len(self.stats.until))
             self._coming[used] = following
-            self._hold(belady_residency(self._resident, used, self._coming, self._capacity))
+            self._hold(self._used_soonest(used))
         elif not batch.prefill:
-            self._hold(oracle_residency(batch.counts.reshape(-1), self._resident, self._capacity))
+            self._hold(self._used_most(batch.counts.reshape(-1)))
             found = self._resident
         self.stats.add(batch, found.reshape(batch.counts.shape))
 
     def _hold(self, resident: BoolArray) -> None:
         self.stats.hits.uploads += int(np.count_nonzero(resident & ~self._resident))
         self._resident = resident
+
+    def _used_most(self, counts: IntArray) -> BoolArray:
+        """The experts with the highest `counts` [n] for which there are slots; of equal ones the resident ones.
+
+        Slots that the step does not need stay as they are.
+        """
+        score = 2 * counts + self._resident
+        best = (-score).argsort(kind="stable")  # a partition's choice among equals depends on the processor
+        best = best[: self._capacity]
+        kept: BoolArray = np.zeros(counts.size, dtype=np.bool_)
+        kept[best[score[best] > 0]] = True
+        return kept
+
+    def _used_soonest(self, used: FlatIds) -> BoolArray:
+        """Of the resident and the just `used` experts those that are used next soonest, none that is never used."""
+        kept: BoolArray = self._resident.copy()
+        kept[used[self._coming[used] < NEVER]] = True
+        held = np.flatnonzero(kept)
+        # of experts that are used next in the same batch no layer's come first, whatever the processor
+        spread = held * _SPREAD & 0xFFFFFFFF
+        kept[held[np.lexsort((spread, self._coming[held]))[self._capacity :]]] = False
+        return kept

@@ -131,17 +131,6 @@ class HardwareSpec:
         for name in ("link_latency_s", "layer_overhead_s", "sync_s"):
             require(getattr(self, name) >= 0, f"{name} must be >= 0")
 
-    def cpu_only(self) -> HardwareSpec:
-        """The machine without its GPU: the CPU computes all. A layer starts as many threads as it launched kernels."""
-        return replace(
-            self,
-            name=self.name + _CPU_ONLY,
-            gpu_bytes_per_s=self.cpu_bytes_per_s,
-            gpu_flops=self.cpu_flops,
-            sync_s=0.0,
-            has_gpu=False,
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class Framework:
@@ -229,8 +218,10 @@ def find_hardware(text: str, side: Side = "chosen") -> HardwareSpec:
 
     Raises InputError for anything else.
     """
-    if text.endswith(_CPU_ONLY):
-        return find_hardware(text.removesuffix(_CPU_ONLY), side).cpu_only()
+    if text.endswith(_CPU_ONLY):  # the CPU computes all; a layer starts as many threads as it launched kernels
+        machine = find_hardware(text.removesuffix(_CPU_ONLY), side)
+        rates = {"gpu_bytes_per_s": machine.cpu_bytes_per_s, "gpu_flops": machine.cpu_flops}
+        return replace(machine, name=text, **rates, sync_s=0.0, has_gpu=False)
     known = builtin_hardware(side)
     if text in known:
         return known[text]
@@ -322,23 +313,21 @@ def measured_costs(units: CostModel, *, schedule_s: float = 0.0) -> StepCosts:
     )
 
 
-def calibration_file(hardware: str, model: str) -> Path | None:
-    """The calibration that `--hardware` asks for, None where it asks for other hardware.
+def calibrated_costs(hardware: str, model: str) -> tuple[StepCosts, str] | None:
+    """Costs and name of the calibration that `--hardware` asks for, None where it asks for other hardware.
 
     "this" is the newest calibration kept for a model file of this name; any other is named by its file. Raises
-    InputError where "this" has none.
+    InputError where "this" has none, and for a file without unit times.
     """
-    if hardware != "this":
+    if hardware == "this":
+        files = measurement_files(model)
+        if not files:
+            raise InputError(f"No calibration is kept for {model}.", f"Run moeedge calibrate -m {model} first.")
+        path = files[-1]
+    else:
         path = Path(hardware)
-        return path if path.suffix == ".json" and path.exists() and "units" in read_json(path) else None
-    files = measurement_files(model)
-    if not files:
-        raise InputError(f"No calibration is kept for {model}.", f"Run moeedge calibrate -m {model} first.")
-    return files[-1]
-
-
-def read_calibration(path: Path) -> StepCosts:
-    """The costs in a kept calibration. Raises InputError for a file without unit times."""
+        if path.suffix != ".json" or not path.exists() or "units" not in read_json(path):
+            return None
     try:
         calibration = parse_measurement(Calibration, path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -348,4 +337,4 @@ def read_calibration(path: Path) -> StepCosts:
             f"{path} has no times of experts, because no layer was shared between CPU and device.",
             "Run moeedge calibrate with a larger --cache-ratio.",
         )
-    return measured_costs(calibration.units)
+    return measured_costs(calibration.units), path.stem
