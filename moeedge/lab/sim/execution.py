@@ -267,7 +267,7 @@ class Execution:
             yield from self._on_gpu("device", _sum_ns(costs.device_ns, counts, np.array(experts)))
 
     def _from_cache(self, used: _Used) -> Process:
-        """The host waits for the routing, all missing experts take the slots of the policy's plan, the layer follows."""
+        """The host waits for the routing; missing experts take the slots of the policy's plan; the layer follows."""
         yield from self._on_host(self.costs.sync_ns)
         if used.misses.size:
             yield from self._loaded(self.mover.demand(used.layer, used.misses.tolist()))

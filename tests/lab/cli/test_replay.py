@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -56,25 +53,6 @@ def test_the_same_seed_gives_the_same_bytes(plain: Path) -> None:
     arguments = (plain, "--policy", "lru,hybrimoe", "--gamma", 3, "-o", "json", "--seed")
     first, again, other = (run("lab", "replay", *arguments, seed).stdout for seed in (5, 5, 6))
     assert first == again != other
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("command", "options"),
-    [
-        ("replay", "--gamma 3 --predictor-accuracy default"),
-        *(("simulate", f"--policy {name} -n 60 --max-steps 6 -s 7") for name in ("spac", "moe-infinity", "hybrimoe")),
-    ],
-)
-def test_two_processes_print_the_same_bytes(command: str, options: str, plain: Path) -> None:
-    """Whatever order Python's sets and dictionaries have; tests/outputs compares all policies with one record."""
-    traces = [str(plain)] if command == "replay" else []
-    program = [sys.executable, "-m", "moeedge", "lab", command, *traces, *options.split(), "-o", "json"]
-    printed = [
-        subprocess.run(program, env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, check=True).stdout
-        for seed in ("1", "2")
-    ]
-    assert printed[0] == printed[1] != b""
 
 
 def test_a_recorded_trace_brings_gamma_and_acceptance(tmp_path: Path) -> None:
