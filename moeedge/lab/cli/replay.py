@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -239,19 +239,13 @@ def _accuracy(text: str | None) -> PredictorAccuracy:
         return NO_PREDICTOR
     if text.strip() == "default":
         return PredictorAccuracy()
-    accuracies: dict[str, float | None] = {"draft-router": None, "next-gate": None}
-    for part in text.split(","):
-        name, _, value = part.strip().partition("=")
-        if not name:
-            continue
-        try:
-            accuracy = float(value)
-        except ValueError:
-            accuracy = -1.0
-        if name not in accuracies or not 0 <= accuracy <= 1:
-            raise InputError(
-                f"--predictor-accuracy cannot use '{part.strip()}'.",
-                f"Give NAME=SHARE, separated by commas; the names are {', '.join(accuracies)}.",
-            )
-        accuracies[name] = accuracy
-    return PredictorAccuracy(**{name.replace("-", "_"): accuracy for name, accuracy in accuracies.items()})  # type: ignore[arg-type]
+    fields = {"draft-router": "draft_router", "next-gate": "next_gate"}
+    try:
+        pairs = [part.split("=") for part in text.split(",") if part.strip()]
+        shares: dict[str, Any] = {fields[name.strip()]: float(share) for name, share in pairs}
+        return replace(NO_PREDICTOR, **shares)
+    except (KeyError, ValueError):
+        raise InputError(
+            f"--predictor-accuracy cannot use '{text}'.",
+            f"Give NAME=SHARE, separated by commas; the names are {', '.join(fields)}.",
+        ) from None

@@ -29,6 +29,7 @@ from moeedge.lab.sim.replay import (
     ReplayConfig,
     ReplayInput,
     ReplaySetting,
+    batches_of,
     lacks_predictor,
     replay_arms,
     setting_of,
@@ -200,8 +201,8 @@ def _panel(
 ) -> CurvePanel:
     schedule = given.schedule
     unit_of, unit = _units(schedule)
-    by_batch = [chunk.counts.sum(axis=(1, 2)) * chunk.counted for chunk in schedule.chunks()]
-    pairs = _by_unit(np.concatenate(by_batch), unit_of)
+    by_batch = [0 if batch.prefill else int(batch.counts.sum()) for batch in batches_of(schedule)]
+    pairs = _by_unit(np.array(by_batch), unit_of)
     weights = bootstrap_weights(pairs.size, RESAMPLES, config.seed)
     resampled_pairs = np.maximum(weights @ pairs, 1.0)
     resampled: list[FloatArray] = []  # hit rates of each point

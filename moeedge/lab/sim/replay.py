@@ -188,7 +188,7 @@ def replay_arms(
     progress.phase("reading ahead")
     for budget in dict.fromkeys(arm.budget for arm in arms if arm.policy == "belady"):
         uncounted = BudgetedTrace(schedule.trace, budget)
-        next_use[budget] = NextUse(uncounted.limited(batch) for batch in _batches(schedule))
+        next_use[budget] = NextUse(uncounted.limited(batch) for batch in batches_of(schedule))
     replays: list[PolicyReplay | BoundReplay] = []
     for arm in arms:
         if arm.policy in BOUNDS:
@@ -200,7 +200,7 @@ def replay_arms(
     popularity = profile_of(schedule).astype(np.float64) if any(sources) else np.zeros((0, 0))
     predictor = NoisyPredictor(popularity, config.accuracy, config.seed)
     progress.phase("replaying")
-    for batch in _batches(schedule):
+    for batch in batches_of(schedule):
         predictions = predictor.predict(batch.ids) if any(sources) and not batch.prefill else None
         limited = {budget: trace.limited(batch) for budget, trace in budgeted.items()}
         for arm, source, arm_replay in zip(arms, sources, replays, strict=True):
@@ -211,7 +211,8 @@ def replay_arms(
     return [arm_replay.stats for arm_replay in replays]
 
 
-def _batches(schedule: Schedule) -> Iterator[Batch]:
+def batches_of(schedule: Schedule) -> Iterator[Batch]:
+    """All batches in order, those of a chunk at once."""
     return (batch for chunk in schedule.chunks() for batch in chunk.batches)
 
 
@@ -239,7 +240,7 @@ def profile_of(schedule: Schedule) -> NDArray[np.int64]:
     """Activations int64 [n_layers, n_experts] of all batches, including prompts."""
     meta = schedule.trace.meta
     total = np.zeros((meta.n_layers, meta.n_experts), dtype=np.int64)
-    for batch in _batches(schedule):
+    for batch in batches_of(schedule):
         total += batch.counts
     return total
 

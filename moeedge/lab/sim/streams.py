@@ -36,16 +36,12 @@ class Signal:
 
     def __init__(self) -> None:
         self.fired = False
-        self._waiting: list[Process] = []
-
-    def wait(self, process: Process) -> None:
-        """Resumes `process` when the signal fires."""
-        self._waiting.append(process)
+        self.waiting: list[Process] = []
 
     def fire(self, clock: Clock) -> None:
         """Resumes all waiting processes now, in the order in which they began to wait."""
         self.fired = True
-        waiting, self._waiting = self._waiting, []
+        waiting, self.waiting = self.waiting, []
         for process in waiting:
             clock.schedule(process, clock.now_ns)
 
@@ -81,7 +77,7 @@ class Clock:
         except StopIteration:
             return
         if isinstance(awaited, Signal):
-            awaited.wait(process)
+            awaited.waiting.append(process)
         else:
             self.schedule(process, self.now_ns + awaited)
 
