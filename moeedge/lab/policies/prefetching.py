@@ -257,12 +257,9 @@ def cutoff_layer(
 ) -> int:
     """The deepest layer that SP-MoE prefetches for (section 3.2), as a number of layers.
 
-    n_prefetched   experts to load per layer, k for one draft token (`critical_experts`); resident ones are not loaded,
-                   so that it is an upper bound
-    n_slots        experts that fit the memory left by the rest of the model
-    draft_token_s  seconds of drafting a token, computation per layer times layers; 0: not measured
-    transfer_s     seconds of one expert's transfer; 0: not measured
-    n_last         of n_prefetched, what the last of `n_drafts` tokens adds; None: all
+    n_prefetched: experts to load per layer, resident ones included, so that it is an upper bound (`critical_experts`);
+    n_last: of these, what the last of `n_drafts` tokens adds; None: all. n_slots: experts that fit. draft_token_s,
+    transfer_s: seconds of drafting a token and of moving an expert; 0: not measured.
 
     All transfers end before drafting does, "no matter whether compute time or I/O time is the bottleneck". A layer's
     experts are known once its draft layer is computed. Where transfers are the slower side they follow each other from

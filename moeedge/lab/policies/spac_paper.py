@@ -133,15 +133,13 @@ class SpacPaper(PooledPolicy):
             fits = n_uploads <= room
             return np.where(fits.any(axis=1), fits.argmax(axis=1) + 1, self.cap).astype(np.float32)
         n_distinct = np.count_nonzero(self._last_used, axis=1).astype(np.float64)
-        tokens = float(self._n_pairs.sum() / max(n_distinct.sum(), 1.0))  # per expert, at which the unit times are read
+        # tokens per expert, at which the unit times are read
+        tokens = max(float(self._n_pairs.sum() / max(n_distinct.sum(), 1.0)), 1.0)
         index = np.minimum(np.arange(1, self.cap + 1), cost.cap)
-        tokens = max(tokens, 1.0)
-        cpu_s = (
-            cost.r_c[index] * (self._n_pairs * (float(expert_seconds(cost.cpu_expert_s, tokens)) / tokens))[:, None]
-        )  # Eq. 7
-        device_s = (
-            cost.r_g[index] * (n_distinct * float(expert_seconds(cost.device_expert_s, tokens)))[:, None]
-        )  # Eq. 8
+        pair_s = float(expert_seconds(cost.cpu_expert_s, tokens)) / tokens
+        expert_s = float(expert_seconds(cost.device_expert_s, tokens))
+        cpu_s = cost.r_c[index] * (self._n_pairs * pair_s)[:, None]  # Eq. 7
+        device_s = cost.r_g[index] * (n_distinct * expert_s)[:, None]  # Eq. 8
         window_s = np.maximum(cpu_s, device_s) + self._config.gamma * cost.draft_token_s / self.shape.n_layers
         arrived = np.count_nonzero(~absent & ~self._before, axis=1) if self._before is not None else np.zeros(size[0])
         in_time = (n_uploads + arrived[:, None]) * cost.transfer_expert_s <= window_s  # Eq. 10

@@ -100,16 +100,10 @@ class CurvePanel(ReplaySetting):
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON, with the sums of each text."""
-        about = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "provenance"}
-        about |= {} if self.provenance is None else asdict(self.provenance)
-        return about | {
-            "pairs": self.pairs.tolist(),
-            "points": [
-                asdict(point) | {"pairs_hit": point.pairs_hit.tolist(), "uploads": point.uploads.tolist()}
-                for point in self.points
-            ],
-            "at_most": [asdict(entry) for entry in self.at_most],
-        }
+        row = asdict(self)
+        for holder in (row, *row["points"]):
+            holder |= {name: value.tolist() for name, value in holder.items() if isinstance(value, np.ndarray)}
+        return row | (row.pop("provenance") or {})
 
 
 def trace_curves(

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moeedge.errors import InputError
 from moeedge.lab.sim.expert_budgets import BudgetedTrace, StaticBudget
 from moeedge.lab.sim.model_shape import ModelShape
 from moeedge.lab.sim.replay import ReplayConfig, ReplayInput, ReplayRow, replay
@@ -97,11 +96,6 @@ def test_budgets_by_hand(
         "kept_probability": round(kept_probability, 6),
         "budget_weights": "counts" if weights is None else "weights",
     }
-
-
-def test_budgets_that_suit_no_trace_are_refused() -> None:
-    with pytest.raises(InputError):
-        BudgetedTrace(one_layer(IDS, WEIGHTS), ExpertBudget(budget=1, ranking="router"))
 
 
 def random_trace(seed: int, *, with_weights: bool = True) -> Trace:
