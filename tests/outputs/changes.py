@@ -13,4 +13,11 @@ RENAMED: list[tuple[str, str, str]] = []
 # (pattern of a place that went or came, successor in words, reason)
 REMOVED: list[tuple[str, str, str]] = [
     (r"commands-slow: validate measured: .*error", "", "measured"),
+    (r"options-slow: lab replay.*: config\.", "ReplayInput and ReplayConfig", "replays and curves are asked for alike"),
+    (
+        r"options-slow: lab replay --(predictor|hint)-accuracy .*: ended\.names",
+        "",
+        "the message repeats the option's list",
+    ),
+    (r"functions: lab\.sim\.step_costs\.program_of: .*\.handoff\.", "", "calls are timed as they are read"),
 ]
