@@ -23,7 +23,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.errors import require
-from moeedge.lab.sim.noisy_predictor import PredictorAccuracy
 from moeedge.lab.sim.replay import (
     ReplayArm,
     ReplayConfig,
@@ -134,14 +133,6 @@ def trace_curves(
     return [_panel(*panel, config, limits, {name: next(of_tasks) for name in names}) for panel in panels]
 
 
-def limits_of(policy: str, limits: Sequence[float], accuracy: PredictorAccuracy) -> Sequence[float]:
-    """The limits that a policy may be replayed with besides none: not bounds, nor policies whose traffic cannot be
-    limited, nor those that are not ranked.
-    """
-    is_limited = policy not in BOUNDS and not TABLE[policy].make.execution_model.device_only
-    return limits if is_limited and not lacks_predictor(policy, accuracy) else ()
-
-
 def bootstrap_weights(n_units: int, n_resamples: int, seed: int) -> FloatArray:
     """How often each unit occurs in each resample, [n_resamples, n_units]."""
     rng = np.random.default_rng(seed)
@@ -151,7 +142,10 @@ def bootstrap_weights(n_units: int, n_resamples: int, seed: int) -> FloatArray:
 def _replayed(
     given: ReplayInput, ratio: float, policy: str, *, config: ReplayConfig, limits: Sequence[float]
 ) -> list[tuple[float | None, IntArray]]:
-    """One policy at the limits that could bind it, then without one: pairs hit and uploads by unit, [n_units, 2]."""
+    """One policy at the limits that could bind it, then without one: pairs hit and uploads by unit, [n_units, 2].
+
+    Bounds, policies whose traffic cannot be limited and those that are not ranked have no limits.
+    """
     unit_of = _units(given.schedule)[0]
 
     def sums_at(limits: Sequence[float | None]) -> list[tuple[float | None, IntArray]]:
@@ -162,8 +156,10 @@ def _replayed(
 
     unlimited = sums_at([None])
     used = float(unlimited[0][1][:, 1].sum()) / _layer_steps(given.schedule)
-    binding = [limit for limit in limits_of(policy, limits, config.accuracy) if limit <= _BINDING * used]
-    return sums_at(binding) + unlimited
+    is_limited = policy not in BOUNDS and not TABLE[policy].make.execution_model.device_only
+    if not is_limited or lacks_predictor(policy, config.accuracy):
+        return unlimited
+    return sums_at([limit for limit in limits if limit <= _BINDING * used]) + unlimited
 
 
 def _layer_steps(schedule: Schedule) -> int:

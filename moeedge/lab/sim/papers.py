@@ -24,7 +24,7 @@ from moeedge.lab.sim.model_shape import SIDES, Side, entry_of, find_model, only_
 from moeedge.lab.sim.noisy_predictor import PredictorAccuracy
 from moeedge.lab.sim.simulate import Range, SimulationConfig, SimulationResult, has_draft, simulate, synthetic_trace
 from moeedge.lab.sim.step_costs import Framework, HardwareSpec, find_hardware, roofline_costs, to_ns
-from moeedge.run import Run
+from moeedge.run import Closing, Run
 from moeedge.speculation import acceptance_for, expected_tokens
 from moeedge.trace.format import Trace
 from moeedge.trace.steps import RejectedTokenModel
@@ -48,8 +48,8 @@ class Case:
     draft_s: float | None = None  # of a draft token, instead of the roofline's
 
 
-class Cases:
-    """Runs cases in several processes, each once; a context manager that ends them. run: told of each case."""
+class Cases(Closing):
+    """Runs cases in several processes, each once. run: told of each case."""
 
     def __init__(self, run: Run | None = None) -> None:
         self._results: dict[Case, SimulationResult] = {}
@@ -57,10 +57,8 @@ class Cases:
         n_workers = min(os.cpu_count() or 1, _WORKERS_MAX)
         self._pool = ProcessPoolExecutor(n_workers, mp_context=multiprocessing.get_context("spawn"))
 
-    def __enter__(self) -> Cases:
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
+        """Ends the processes."""
         self._pool.shutdown(cancel_futures=True)
 
     def all(self, cases: Iterable[Case]) -> list[SimulationResult]:
