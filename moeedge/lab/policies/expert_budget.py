@@ -211,8 +211,7 @@ def apply_budget(
     if coverage == "substitution":
         new_ids = substitute(selection, ids, shortlisted, probabilities)
     else:
-        if weights is None:
-            raise ValueError("truncation needs the weights of the natural top-k")
+        assert weights is not None, "truncation needs the weights of the natural top-k"
         new_ids, new_weights = truncate(ids, weights, shortlisted, probabilities)
     return BudgetedRouting(
         ids=new_ids,

@@ -33,17 +33,13 @@ from moeedge.scheduler.driver import StepDriver
 
 
 class Slots:
-    """An expert store (scheduler/driver.py); `resident` is uint8 [n_layers, n_experts], 1 for an expert in a slot."""
+    """The slots of a cache; `resident` is uint8 [n_layers, n_experts], 1 for an expert in a slot."""
 
     def __init__(self, shape: CacheShape) -> None:
         self.shape = shape
         self.resident = np.zeros((shape.n_layers, shape.n_experts), dtype=np.uint8)
         self._flat = self.resident.reshape(-1)  # a view
         self._held = [0] * shape.n_groups
-
-    def residency(self) -> NDArray[np.uint8]:
-        """`resident`, which the next plan changes."""
-        return self.resident
 
     def push(self, plan: Plan) -> IndexArray:
         """Uploads in order, each into a free slot or that of its group's next victim; returns the flat ids uploaded.

@@ -151,12 +151,11 @@ def test_what_policies_go_without_is_said(tmp_path: Path) -> None:
 
 
 def test_accuracies_and_profiles_can_be_given(plain: Path) -> None:
-    arguments = (plain, "--policy", "fate", "--gamma", 3, "-o", "json", "--predictor-accuracy")
-    blind, seeing = (
-        json.loads(run("lab", "replay", *arguments, f"next-gate={share}").stdout)[0] for share in (0.0, 1.0)
-    )
-    assert blind["hit_rate_pairs"] < seeing["hit_rate_pairs"]
-    assert (seeing["prediction_source"], seeing["predictor_accuracy"]) == ("next-gate", 1.0)
+    command = ("lab", "replay", plain, "--policy", "fate,sp-moe-prefetch", "--gamma", 3, "--predictor-accuracy")
+    blind, seeing = (run_json(*command, f"next-gate={share},draft-router={share}")[:2] for share in (0.0, 1.0))
+    for index, source in enumerate(("next-gate", "draft-router")):
+        assert blind[index]["hit_rate_pairs"] < seeing[index]["hit_rate_pairs"]
+        assert (seeing[index]["prediction_source"], seeing[index]["predictor_accuracy"]) == (source, 1.0)
 
 
 def test_curves_come_as_table_json_and_picture(tmp_path: Path, plain: Path) -> None:
