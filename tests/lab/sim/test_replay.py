@@ -45,7 +45,7 @@ def by_name(rows: list[ReplayRow]) -> dict[str, ReplayRow]:
 
 
 # pairs hit, distinct experts hit, uploads and of these loads on demand, of cut windows and of recorded steps: those of
-# a replay in plain loops, without slots or arrays of batches (version 0.24.0)
+# a replay in plain loops, without slots or arrays of batches (version 0.26.0)
 FIGURES = {
     "spac-paper": ((168, 99, 32, 0), (11, 10, 18, 0)),
     "lru": ((188, 111, 64, 0), (23, 18, 26, 0)),
