@@ -11,4 +11,7 @@ REMOVED = [
     (r"commands-slow: validate measured: .*error", "measured"),
     (r"tokens(-slow)?: (tiny|together) ", "tests/lossless compares all ways of decoding"),
     (r"choices: (speculation|layers) ", "the part functions has the same functions"),
+    (r"options-slow: lab replay.*: config\.", "ReplayInput and ReplayConfig: replays and curves are asked for alike"),
+    (r"options-slow: lab replay --(predictor|hint)-accuracy .*: ended\.names", "the message repeats the option's list"),
+    (r"functions: lab\.sim\.step_costs\.program_of: .*\.handoff\.", "calls are timed as they are read"),
 ]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from moeedge.lab.sim.model_shape import find_model
-from moeedge.lab.sim.replay import ReplayArm, ReplayConfig, replay_arms
+from moeedge.lab.sim.replay import ReplayArm, ReplayConfig, ReplayInput, replay_arms
 from moeedge.lab.sim.simulate import synthetic_trace
 from moeedge.lab.traces.schedule import cut_schedule
 from moeedge.planning.memory_map import MemoryItem, MemoryMap, MemoryPool
@@ -87,7 +87,7 @@ def test_assumed_hits_are_not_above_what_a_replay_gives() -> None:
     ratios = (0.35, 0.5)
     schedule = cut_schedule(trace, gamma=0, acceptance_chance=0.8)
     config = ReplayConfig(policies=("lfu",), ratios=ratios)
-    replays = replay_arms(schedule, [ReplayArm("lfu", ratio) for ratio in ratios], config)
+    replays = replay_arms(ReplayInput(schedule), [ReplayArm("lfu", ratio) for ratio in ratios], config)
     for assumed, found in zip(assumed_hits(ratios), replays, strict=True):
         assert assumed - 0.02 < found.hits.hit_rate_experts < assumed + 0.12
     assert assumed_hits((0.0, 1.0)).tolist() == [0.0, 1.0]

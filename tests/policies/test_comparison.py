@@ -16,8 +16,8 @@ from moeedge.data.datasets import load_dataset
 from moeedge.engine.recording import record_routing
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
-from moeedge.lab.sim.curves import LIMITS, CurveConfig, CurveInput, Estimate, trace_curves
-from moeedge.lab.sim.replay import ReplayConfig
+from moeedge.lab.sim.curves import LIMITS, Estimate, trace_curves
+from moeedge.lab.sim.replay import ReplayConfig, ReplayInput
 from moeedge.lab.sim.replay import replay as replay_all
 from moeedge.lab.traces.importers import read_trace
 from moeedge.lab.traces.schedule import Schedule, cache_shape, cut_schedule, recorded_schedule, texts_of
@@ -46,11 +46,12 @@ def windows_of(folder: Path, name: str, model: RejectedTokenModel, first: int = 
     return cut_schedule(trace, gamma=8, acceptance_chance=0.8, rejected_token_model=model)
 
 
-def replay(policy: Policy, schedule: Schedule) -> Replayed:
-    shape = cache_shape(schedule.trace, RATIO)
-    lane = CheckedReplay(policy, shape)  # of every plan
-    for chunk in schedule.chunks():
-        lane.run(chunk)
+def replay(policy: Policy, schedule: Schedule, ratio: float = RATIO) -> Replayed:
+    """With every plan checked."""
+    shape = cache_shape(schedule.trace, ratio)
+    lane = CheckedReplay(policy, shape)
+    for batch in schedule.batches():
+        lane.run(batch)
     hits = lane.stats.hits
     return Replayed(hits.hit_rate_pairs, hits.uploads / schedule.n_steps / shape.n_layers)
 
@@ -61,14 +62,14 @@ def run(name: str, schedule: Schedule, config: PolicyConfig | None = None) -> Re
 
 def oracle(schedule: Schedule) -> float:
     """Pair hit of the best residency for every single step."""
-    rows = replay_all(schedule, ReplayConfig(policies=("none",), ratios=(RATIO,)))
+    rows = replay_all(ReplayInput(schedule), ReplayConfig(policies=("none",), ratios=(RATIO,)))
     return rows[0].oracle_hit_rate_pairs
 
 
 def leads(schedule: Schedule) -> dict[float | None, Estimate]:
     """How much more of the pairs the default finds than lfu, with at most so many uploads per layer and step."""
-    config = CurveConfig(policies=("spac", "lfu"))
-    panel = trace_curves([CurveInput("", schedule, RATIO)], config)[0]
+    config = ReplayConfig(policies=("spac", "lfu"), ratios=(RATIO,))
+    panel = trace_curves([ReplayInput(schedule)], config)[0]
     return {
         entry.uploads: entry.beyond_reference
         for entry in panel.at_most

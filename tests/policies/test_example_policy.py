@@ -10,7 +10,7 @@ import pytest
 
 import moeedge.policies
 from moeedge.lab.sim.policy_replay import Slots
-from moeedge.lab.sim.replay import ReplayConfig, replay
+from moeedge.lab.sim.replay import ReplayConfig, ReplayInput, replay
 from moeedge.lab.traces.schedule import cut_schedule
 from moeedge.policies import registry
 from moeedge.policies.base import CacheShape, Observation, PolicyConfig
@@ -78,6 +78,9 @@ def test_plans_keep_the_rules_and_hold_the_most_used_experts() -> None:
 
 def test_the_replay_compares_it_with_the_bounds() -> None:
     schedule = cut_schedule(plain_text(40), gamma=3)
-    rows = {row.policy: row for row in replay(schedule, ReplayConfig(policies=("window", "lru"), ratios=(0.5,)))}
+    rows = {
+        row.policy: row
+        for row in replay(ReplayInput(schedule), ReplayConfig(policies=("window", "lru"), ratios=(0.5,)))
+    }
     assert 0 < rows["window"].hit_rate_pairs <= rows["oracle"].hit_rate_pairs
     assert rows["window"].hit_rate_experts <= rows["belady"].hit_rate_experts

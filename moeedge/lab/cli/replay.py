@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,13 +18,8 @@ from moeedge.lab.cli.trace_options import ReplayOptions, TraceBudgetOptions
 from moeedge.policies.registry import BOUNDS, POLICIES, SIMULATED, expand_names
 
 if TYPE_CHECKING:
-    import numpy as np
-
-    from moeedge.hardware.provenance import Provenance
-    from moeedge.lab.sim import curves
     from moeedge.lab.sim.noisy_predictor import PredictorAccuracy
-    from moeedge.lab.traces.schedule import Schedule
-    from moeedge.policies.expert_budget import ExpertBudget
+    from moeedge.lab.sim.replay import ReplayInput
     from moeedge.trace.format import Trace
 
 _MAX_PROFILE_TEXTS = 30  # of a tenth
@@ -100,7 +95,7 @@ def replay(
     from moeedge.lab.sim import replay as replays
     from moeedge.lab.sim.model_shape import find_model
     from moeedge.lab.sim.step_costs import find_hardware, program_of, roofline_costs
-    from moeedge.lab.views import print_replay, replay_json, shortcomings
+    from moeedge.lab.views import draw_curves, print_curves, print_replay, replay_json, shortcomings
     from moeedge.policies.base import PolicyConfig
     from moeedge.ui.console import check_picture, count_bar, say, stderr_console
 
@@ -114,68 +109,61 @@ def replay(
     if curve and expert_budgets.expert_budget is not None:
         raise InputError("--curve has no expert budgets.", "Leave out one of them.")
     chosen = zip(traces, _ranges(options.texts, len(traces)), strict=True)
-    jobs = [job for path, texts in chosen for job in _jobs(path, texts, options, expert_budgets)]
-    shared: dict[str, Any] = {"policies": policies, "accuracy": _accuracy(options.predictor_accuracy)}
-    shared |= {"fresh_memory": options.fresh_memory, "seed": options.seed}
+    inputs = [given for path, texts in chosen for given in _inputs(path, texts, options, expert_budgets)]
+    config = replays.ReplayConfig(
+        policies=policies,
+        ratios=ratios,
+        seed=options.seed,
+        fresh_memory=options.fresh_memory,
+        accuracy=_accuracy(options.predictor_accuracy),
+        max_uploads=limits[0] if limits and not curve else None,
+    )
     if options.hardware is not None:
         machine, shape = find_hardware(options.hardware), find_model(options.model)
-        metas = [job.schedule.trace.meta for job in jobs]
+        metas = [given.schedule.trace.meta for given in inputs]
         if {(each.n_layers, each.n_experts, each.n_expert_used) for each in metas} != {
             (shape.n_layers, shape.n_experts, shape.k)
         }:
             what = "layers, experts or experts per token"
             say(stderr_console(), f"The times are those of {shape.name} (--model), whose {what} are not the trace's.")
-        shared["cost_model"] = roofline_costs(machine, shape, program_of("spac-paper")).cost_model(PolicyConfig.cap)
+        cost_model = roofline_costs(machine, shape, program_of("spac-paper")).cost_model(PolicyConfig.cap)
+        config = replace(config, cost_model=cost_model, hardware=f"{options.hardware}, {options.model}")
     if curve:
-        config = curves.CurveConfig(limits=curves.LIMITS if limits is None else tuple(limits), **shared)
-        inputs = [
-            curves.CurveInput(job.trace, job.schedule, each, job.texts, job.profile, job.source)
-            for job in jobs
-            for each in ratios
-        ]
-        _show_curves(inputs, config, threads, output, plot)
+        n_tasks = len(inputs) * len(ratios) * (len(policies) + len(curves.PAIR_BOUNDS))
+        n_processes = threads or len(os.sched_getaffinity(0))
+        with count_bar(stderr_console(), "replaying", "curves", n_tasks) as bar:
+            panels = curves.trace_curves(inputs, config, limits or curves.LIMITS, n_processes=n_processes, progress=bar)
+        emit(output, replay_json, print_curves, panels)
+        if plot is not None:
+            draw_curves(panels, plot)
         return
-    hardware = None if options.hardware is None else f"{options.hardware}, {options.model}"
-    limit = limits[0] if limits else None
-    settings = replays.ReplayConfig(ratios=ratios, max_uploads=limit, hardware=hardware, **shared)
     rows: list[replays.ReplayRow] = []
-    with count_bar(stderr_console(), "replaying", "steps", sum(job.schedule.prefill.size for job in jobs)) as bar:
-        for job in jobs:
-            own = replace(settings, profile=job.profile, expert_bytes=job.expert_bytes, budgets=job.budgets)
-            rows += [replace(row, provenance=job.source) for row in replays.replay(job.schedule, own, bar)]
+    n_batches = sum(given.schedule.prefill.size for given in inputs)
+    with count_bar(stderr_console(), "replaying", "steps", n_batches) as bar:
+        for given in inputs:
+            rows += replays.replay(given, config, bar)
     emit(output, replay_json, print_replay, rows)
     for line in shortcomings(rows) if output is not Output.TEXT else ():  # the tables include them
         say(stderr_console(), line)
 
 
-@dataclass(frozen=True, eq=False)
-class _Job:
-    """One schedule of one trace."""
-
-    trace: str  # name
-    source: Provenance  # without a time: the same trace gives the same bytes
-    texts: str  # which of the trace
-    schedule: Schedule
-    profile: np.ndarray | None
-    expert_bytes: np.ndarray | None
-    budgets: tuple[ExpertBudget | None, ...] | None
-
-
-def _jobs(path: Path, chosen: slice, options: ReplayOptions, expert_budgets: TraceBudgetOptions) -> Iterator[_Job]:
+def _inputs(
+    path: Path, chosen: slice, options: ReplayOptions, expert_budgets: TraceBudgetOptions
+) -> Iterator[ReplayInput]:
     """What is replayed of a trace. Raises InputError."""
     import numpy as np
 
     from moeedge.hardware.provenance import read_provenance
-    from moeedge.lab.sim.replay import profile_of
+    from moeedge.lab.sim.replay import ReplayInput, profile_of
     from moeedge.lab.traces.importers import read_trace
     from moeedge.lab.traces.schedule import cut_schedule, schedules
 
     recorded = read_trace(path, options.n_experts)
-    source = read_provenance(trace=path, timed=False)
+    source = read_provenance(trace=path, timed=False)  # the same trace gives the same bytes
     expert_bytes = recorded.expert_bytes()
     if options.expert_bytes is not None:
         expert_bytes = np.full(recorded.meta.n_layers, options.expert_bytes, dtype=np.int64)
-    profiled, replayed, about = _split(recorded, chosen, options.limit, options.profile_texts)
+    profiled, replayed, texts = _split(recorded, chosen, options.limit, options.profile_texts)
     profile = None
     if profiled is not None and profiled.text_rows().size:
         profile = profile_of(cut_schedule(profiled, gamma=0))
@@ -186,7 +174,8 @@ def _jobs(path: Path, chosen: slice, options: ReplayOptions, expert_budgets: Tra
         rejected_token_models=None if options.rejected_token_model is None else options.rejected_token_model.models,
         seed=options.seed,
     ):
-        yield _Job(path.name, source, about, schedule, profile, expert_bytes, expert_budgets.budgets(profile))
+        budgets = expert_budgets.budgets(profile)
+        yield ReplayInput(schedule, path.name, texts, profile, expert_bytes, source, budgets)
 
 
 def _policies(asked: Sequence[str]) -> tuple[str, ...]:
@@ -250,35 +239,13 @@ def _accuracy(text: str | None) -> PredictorAccuracy:
         return NO_PREDICTOR
     if text.strip() == "default":
         return PredictorAccuracy()
-    accuracies: dict[str, float | None] = {"draft-router": None, "next-gate": None}
-    for part in text.split(","):
-        name, _, value = part.strip().partition("=")
-        if not name:
-            continue
-        try:
-            accuracy = float(value)
-        except ValueError:
-            accuracy = -1.0
-        if name not in accuracies or not 0 <= accuracy <= 1:
-            raise InputError(
-                f"--predictor-accuracy cannot use '{part.strip()}'.",
-                f"Give NAME=SHARE, separated by commas; the names are {', '.join(accuracies)}.",
-            )
-        accuracies[name] = accuracy
-    return PredictorAccuracy(**{name.replace("-", "_"): accuracy for name, accuracy in accuracies.items()})  # type: ignore[arg-type]
-
-
-def _show_curves(
-    inputs: list[curves.CurveInput], config: curves.CurveConfig, n_processes: int, output: Output, plot: Path | None
-) -> None:
-    from moeedge.lab.sim.curves import PAIR_BOUNDS, trace_curves
-    from moeedge.lab.views import draw_curves, print_curves, replay_json
-    from moeedge.ui.console import count_bar, stderr_console
-
-    n_tasks = len(inputs) * (len(config.policies) + len(PAIR_BOUNDS))
-    n_processes = n_processes or len(os.sched_getaffinity(0))
-    with count_bar(stderr_console(), "replaying", "curves", n_tasks) as bar:
-        panels = trace_curves(inputs, config, n_processes=n_processes, progress=bar)
-    emit(output, replay_json, print_curves, panels)
-    if plot is not None:
-        draw_curves(panels, plot)
+    fields = {"draft-router": "draft_router", "next-gate": "next_gate"}
+    try:
+        pairs = [part.split("=") for part in text.split(",") if part.strip()]
+        shares: dict[str, Any] = {fields[name.strip()]: float(share) for name, share in pairs}
+        return replace(NO_PREDICTOR, **shares)
+    except (KeyError, ValueError):
+        raise InputError(
+            f"--predictor-accuracy cannot use '{text}'.",
+            f"Give NAME=SHARE, separated by commas; the names are {', '.join(fields)}.",
+        ) from None

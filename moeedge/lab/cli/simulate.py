@@ -210,13 +210,12 @@ def _machine(hardware: str, model: str, shape: ModelShape) -> tuple[Callable[[st
     """
     from moeedge.lab.sim import step_costs
 
-    if hardware == "this" or hardware.endswith(".json"):
-        file = step_costs.calibration_file(hardware, Path(model).name)
-        if file is not None:
-            measured = step_costs.read_calibration(file)
-            return lambda policy, side: replace(
-                measured, schedule_ns=step_costs.to_ns(step_costs.program_of(policy, side).schedule_s)
-            ), file.stem
+    calibrated = step_costs.calibrated_costs(hardware, Path(model).name)
+    if calibrated is not None:
+        measured, name = calibrated
+        return lambda policy, side: replace(
+            measured, schedule_ns=step_costs.to_ns(step_costs.program_of(policy, side).schedule_s)
+        ), name
     return lambda policy, side: step_costs.roofline_costs(
         step_costs.find_hardware(hardware, side), shape, step_costs.program_of(policy, side)
     ), step_costs.find_hardware(hardware).name

@@ -9,7 +9,7 @@ from enum import Enum
 from functools import partial
 from itertools import product
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -21,14 +21,14 @@ from moeedge.hardware.provenance import read_provenance
 from moeedge.lab.cli.trace_options import RejectedTokenModel
 from moeedge.records import as_dict
 from moeedge.run import Run
-from moeedge.ui.tables import Column, markdown, print_table, text_column, value_columns
+from moeedge.ui.tables import Column, markdown, print_table, text_column
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from moeedge.lab.analysis.published import Reproduced
     from moeedge.lab.experiments.validation import Comparison
-    from moeedge.lab.sim.papers import Compared, Fit, PublishedCount
+    from moeedge.lab.sim.papers import Compared, Fit, Papers, PublishedCount
     from moeedge.trace.steps import RejectedTokenModel as Model
 
 validate = typer.Typer(
@@ -99,32 +99,34 @@ def papers(
     as_tables = output is Output.TEXT
     parts = [name for name in PaperPart if name is not PaperPart.ALL] if part is PaperPart.ALL else [part]
     others = [name for name in parts if name in (PaperPart.CUTOFF, PaperPart.ELSEWHERE)]
-    of_table2 = [name.value for name in parts if name not in others]
-    rows, fits = [], []
+    of_table2 = [name for name in parts if name not in others]
+    models = rejected_token_model.models
+    rows: list[Compared] = []
+    fits: list[dict[str, Any]] = []
 
-    def show(found: list[Compared]) -> list[Compared]:
+    def compare(name: PaperPart, runs: Papers, fit: Fit | None = None) -> None:
+        found = runs.part(name.value, fit)
+        rows.extend(found)
         if as_tables:
             print_part(found, console)
-        return found
 
     with Cases(Run(notifier(stderr_console()))) as cases:
-        for model in rejected_token_model.models if of_table2 else ():
+        for model in models if of_table2 else ():
             runs = Papers(cases, rejected_token_model=model, seed=seed)
             fit = runs.fit()
             fits.append({"rejected_token_model": model, **asdict(fit)})
             if as_tables:
                 print_fit(fit, model, console)
             for name in of_table2:
-                rows += show(getattr(runs, name)(fit))
+                compare(name, runs, fit)
         for name in others:  # hardly a draft is rejected there, or nothing is drafted
-            runs = Papers(cases, rejected_token_model=rejected_token_model.models[0], seed=seed)
-            rows += show(runs.cutoff() if name is PaperPart.CUTOFF else runs.elsewhere())
+            compare(name, Papers(cases, rejected_token_model=models[0], seed=seed))
     summary = figures(rows)
     if as_tables:
         print_figures(summary, console)
     else:
-        found = {"fits": fits, "figures": [asdict(figure) for figure in summary]}
-        typer.echo(json.dumps(found | {"rows": [row.row() for row in rows]}, indent=1))
+        objects = {"fits": fits, "figures": [asdict(figure) for figure in summary]}
+        typer.echo(json.dumps(objects | {"rows": [row.row() for row in rows]}, indent=1))
 
 
 @validate.command("formulas")
@@ -188,34 +190,20 @@ def measured(
 
 _MS = 1e3  # from seconds
 
-_PAPER_TITLES = {
+_PART_TITLES = {
     "table2": "MoE-SpAc, Table 2, calibrated: Qwen3-30B-A3B, tokens/s",
     "table3": "MoE-SpAc, Table 3: DeepSeek-V2-Lite, tokens/s",
     "table4": "MoE-SpAc, Table 4: without one of its parts, tokens/s",
+    "figure5": "MoE-SpAc, Figure 5 (left): tokens/s by cache ratio",
+    "cutoff": "SP-MoE, Figure 14: ms per token by cutoff layer",
+    "elsewhere": "The same programs in other publications, ms per token; drafts of SP-MoE alone",
 }
+_IN_MS = ("cutoff", "elsewhere")  # as their sources print times
 _CALIBRATION = {
     "without overheads": "(a) Table 2, without overheads of programs",
     "calibrated": "(b) Table 2, calibrated",
     "fed no constant": "(c) other publications, rows that fed no constant",
 }
-_COMPARED_COLUMNS = (
-    text_column("", "name"),
-    Column("published", "published_ts", ".2f"),
-    Column("no overheads", "without_overheads_ts", ".2f"),  # these two where they are known
-    Column("ratio", "without_overheads_ratio", ".2f"),
-    Column("predicted", "predicted_ts", ".2f"),
-    text_column("range", lambda row: f"{row.range.low_ts:.2f} to {row.range.high_ts:.2f}"),
-    Column("ratio", "ratio", ".2f"),
-    text_column("", lambda row: "fitted" if row.fitted else "" if row.close else "not within 25 %"),
-)
-_ELSEWHERE_COLUMNS = (
-    text_column("", "name"),
-    Column("published", lambda row: _MS / row.published_ts, ".0f"),
-    Column("predicted", lambda row: _MS / row.predicted_ts, ".0f"),
-    text_column("range", lambda row: f"{_MS / row.range.high_ts:.0f} to {_MS / row.range.low_ts:.0f}"),
-    Column("ratio", lambda row: 1 / row.ratio, ".2f"),
-    text_column("", lambda row: "fed a constant" if row.fitted else "" if row.close else "not within 25 %"),
-)
 _FIGURE_COLUMNS = (
     text_column("", lambda row: _CALIBRATION[row.figure]),
     text_column("rejected tokens", lambda row: row.rejected_token_model or "none"),
@@ -247,33 +235,57 @@ def print_fit(fit: Fit, model: Model, console: Console) -> None:
 
 
 def print_part(rows: Sequence[Compared], console: Console) -> None:
-    """One table or figure of a paper, or the same programs in other publications."""
-    views = {"figure5": _print_ratios, "cutoff": _print_cutoff, "elsewhere": _print_elsewhere}
-    views.get(rows[0].table, _print_compared)(rows, console)
+    """One table or figure of a paper, or the same programs in other publications: a line per row, with its range.
 
-
-def _print_compared(rows: Sequence[Compared], console: Console) -> None:
-    """One table of the paper: every row, its range and ratio, and how many pairs come in the published order."""
-    from moeedge.lab.sim.papers import same_order
-
-    has_bare = rows[0].without_overheads_ts is not None
-    columns = _COMPARED_COLUMNS if has_bare else [*_COMPARED_COLUMNS[:2], *_COMPARED_COLUMNS[4:]]
+    Of tables also how many pairs of rows come in the published order, and how many are close.
+    """
+    table = rows[0].table
     console.print()
-    print_table(console, columns, rows, title=f"{_PAPER_TITLES[rows[0].table]} ({_rejected(rows[0])})")
-    right, total = same_order([row.predicted_ts for row in rows], rows)
-    free = [row for row in rows if not row.fitted]
-    console.print(
-        f"{right} of {total} pairs in the published order, {sum(row.close for row in free)} of {len(free)} "
-        "predictions within 25 %",
-        soft_wrap=True,
-    )
+    title = f"{_PART_TITLES[table]} (rejected tokens: {rows[0].rejected_token_model})"
+    columns = _part_columns(in_ms=table in _IN_MS)
+    several = [column for column in columns if len({column.read(row) for row in rows}) > 1]
+    print_table(console, several, rows, title=title)
+    if table.startswith("table"):
+        from moeedge.lab.sim.papers import same_order
+
+        right, total = same_order([row.predicted_ts for row in rows], rows)
+        free = [row for row in rows if not row.fitted]
+        console.print(
+            f"{right} of {total} pairs in the published order, {sum(row.close for row in free)} of {len(free)} "
+            "predictions within 25 %",
+            soft_wrap=True,
+        )
 
 
-def _print_elsewhere(rows: Sequence[Compared], console: Console) -> None:
-    """The same programs in other publications: ms per token, and predicted over published."""
-    console.print()
-    title = f"The same programs in other publications, ms per token (SP-MoE: {_rejected(rows[0])}; others: no drafts)"
-    print_table(console, _ELSEWHERE_COLUMNS, rows, title=title)
+def _part_columns(*, in_ms: bool) -> list[Column]:
+    """Columns of a part of the papers; in_ms: times per token instead of tokens per second."""
+    form = ".1f" if in_ms else ".2f"
+
+    def shown(speed_ts: float | None) -> float | None:
+        return speed_ts and (_MS / speed_ts if in_ms else speed_ts)
+
+    def over(ratio: float | None) -> float | None:
+        return ratio and (1 / ratio if in_ms else ratio)
+
+    def spread(row: Compared) -> str:
+        ends = (row.range.high_ts, row.range.low_ts) if in_ms else (row.range.low_ts, row.range.high_ts)
+        return " to ".join(format(shown(end), form) for end in ends)
+
+    def remark(row: Compared) -> str:
+        is_far = row.published_ts is not None and not row.close
+        return "fitted" if row.fitted else "not within 25 %" if is_far else ""
+
+    return [
+        text_column("", "name"),
+        Column("ratio of experts", "result.config.cache_ratio", ".0%"),
+        Column("published", lambda row: shown(row.published_ts), form),
+        Column("no overheads", lambda row: shown(row.without_overheads_ts), form),
+        Column("ratio", lambda row: over(row.without_overheads_ratio), ".2f"),
+        Column("predicted", lambda row: shown(row.predicted_ts), form),
+        text_column("range", spread),
+        Column("ratio", lambda row: over(row.ratio), ".2f"),
+        text_column("", remark),
+    ]
 
 
 def print_figures(figures: Sequence[PublishedCount], console: Console) -> None:
@@ -283,46 +295,11 @@ def print_figures(figures: Sequence[PublishedCount], console: Console) -> None:
         print_table(console, _FIGURE_COLUMNS, figures, title="What the calibration is worth")
 
 
-def _print_ratios(rows: Sequence[Compared], console: Console) -> None:
-    """Figure 5: a line per system, a column per cache ratio."""
-    ratios = list(dict.fromkeys(row.result.config.cache_ratio for row in rows))
-    speeds = {
-        (row.name, row.result.config.cache_ratio): f"{row.predicted_ts:.1f} ({row.range.low_ts:.1f} to "
-        f"{row.range.high_ts:.1f})"
-        for row in rows
-    }
-    columns = [text_column("", 0), *(text_column(f"{ratio:.0%}", 1 + index) for index, ratio in enumerate(ratios))]
-    lines = [(name, *(speeds[name, ratio] for ratio in ratios)) for name in dict.fromkeys(row.name for row in rows)]
-    console.print()
-    title = f"MoE-SpAc, Figure 5 (left): tokens/s by cache ratio, and their range ({_rejected(rows[0])})"
-    print_table(console, columns, lines, title=title)
-
-
-def _print_cutoff(rows: Sequence[Compared], console: Console) -> None:
-    """SP-MoE's Figure 14: ms per token by cutoff layer."""
-    console.print(f"\nSP-MoE, Figure 14: ms per token by cutoff layer ({_rejected(rows[0])})", style="bold")
-    models: dict[str, dict[str, Compared]] = {}
-    for row in rows:
-        model, layer = row.name.split(", layer ")
-        models.setdefault(model, {})[layer] = row
-    for model, by_layer in models.items():
-        columns = [text_column(model, 0), *value_columns(list(by_layer), ".1f", scale=_MS)]
-        sides = ("fast", "chosen", "slow")
-        lines = [(side, *(getattr(row.range, side).tpot_s for row in by_layer.values())) for side in sides]
-        print_table(console, columns, lines)
-        best = {min(zip(line[1:], by_layer, strict=True))[1]: line[0] for line in lines}
-        console.print("best at layer " + ", ".join(f"{layer} ({name})" for layer, name in best.items()), soft_wrap=True)
-
-
 def print_measured(rows: Sequence[Comparison], median_and_worst: tuple[float, float], console: Console) -> None:
     """ms per token, measured and simulated; `median_and_worst` are the absolute errors of all rows."""
     print_table(console, _MEASURED_COLUMNS, rows)
     of_both = "ms per token; absolute error: median {:.1%}, worst {:.1%}"
     console.print(of_both.format(*median_and_worst), soft_wrap=True)
-
-
-def _rejected(row: Compared) -> str:
-    return f"rejected tokens: {row.rejected_token_model}"
 
 
 def _cell(value: float | bool, digits: int) -> str:

@@ -11,8 +11,7 @@ values come from are those of llama.cpp's `build_moe_ffn` (src/llama-graph.cpp).
 3. Coverage of tokens whose experts are outside: truncation (Eq. 7) or substitution (Eq. 8).
 
 Where the natural top-k of all tokens has at most B experts, these are the shortlist, and the layer's output is the
-model's own. The paper's Eq. 5 would replace some of them by experts with a higher sum of probabilities; that costs
-quality and saves no expert.
+model's own. The paper's Eq. 5 would replace some of them, which costs quality and saves no expert.
 """
 
 from __future__ import annotations
@@ -212,8 +211,7 @@ def apply_budget(
     if coverage == "substitution":
         new_ids = substitute(selection, ids, shortlisted, probabilities)
     else:
-        if weights is None:
-            raise ValueError("truncation needs the weights of the natural top-k")
+        assert weights is not None, "truncation needs the weights of the natural top-k"
         new_ids, new_weights = truncate(ids, weights, shortlisted, probabilities)
     return BudgetedRouting(
         ids=new_ids,

@@ -24,24 +24,21 @@ llama-cpp-cache  Stock llama.cpp's cache of experts on the GPU, `--moe-cache-mib
     slots used longest ago and are uploaded before the op (plan); no prefetch, and the GPU computes all experts. The
     host waits once per layer, for the routing (copy). A batch above 32 tokens, or one that may use more experts than
     there are slots, min(tokens * k, N), leaves the cache as it is (get_slot_map); the larger one takes what is there
-    (copy_experts), the CPU computes the other, here counted as loads. Hits of a layer move in the order of the batch's
-    ids there, by number here.
+    (copy_experts). Departures: docs/lab/policies.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
-from moeedge.experts import IndexArray, IntArray, Resident
-from moeedge.policies.base import CacheShape, ExecutionModel, ExpertPrediction, Observation, Plan, Policy, PolicyConfig
-from moeedge.policies.baselines import Static
+from moeedge.experts import IntArray, Resident
+from moeedge.policies.base import CacheShape, ExecutionModel, Observation, Plan, PolicyConfig
+from moeedge.policies.baselines import NoCache, Static
 from moeedge.policies.planner import PerLayerPolicy
 
 _TOKENS_MAX = 32  # of a batch that fills llama-cpp-cache
-_NONE = np.zeros((0, 2), dtype=np.int32)
 
 
 class Fiddler(Static):
@@ -95,7 +92,7 @@ class Accelerate(EntireLayers):
     from_last = False
 
 
-class LlamaCppCache(Policy):
+class LlamaCppCache(NoCache):
     """One LRU for all layers of a pool; plans move nothing between the layers."""
 
     name = "llama-cpp-cache"
@@ -110,10 +107,6 @@ class LlamaCppCache(Policy):
     def observe(self, observation: Observation) -> None:
         """Takes in which experts the step used, which predicts those of the next one as any LRU does."""
         np.copyto(self._utility, observation.counts > 0)
-
-    def plan(self, resident: Resident, tokens: Sequence[int], prediction: ExpertPrediction | None = None) -> Plan:
-        """Plans no transfers."""
-        return self._plan(_NONE, _NONE)
 
     def plan_load(self, layer: int, counts: IntArray, resident: Resident) -> Plan | None:
         """Gives the missing experts of those that `layer` uses now the slots used longest ago."""
@@ -130,19 +123,5 @@ class LlamaCppCache(Policy):
         victims = np.flatnonzero(held)
         age = self._last_use.reshape(-1)[victims]
         victims = victims[np.argsort(age, kind="stable")[: max(missing.size - n_free, 0)]]
-        layers = np.full(missing.size, layer)
-        return self._plan(_pairs(layers, missing), _pairs(*np.divmod(victims, self.shape.n_experts)))
-
-    def _plan(self, uploads: NDArray[np.int32], victims: NDArray[np.int32]) -> Plan:
-        return Plan(
-            tau=self._tau,
-            utility=self._utility,
-            uploads=uploads,
-            priority=np.ones(len(uploads), dtype=np.uint8),
-            victims=victims,
-            victim_utility=np.zeros(len(victims), dtype=np.float32),
-        )
-
-
-def _pairs(layers: IndexArray, experts: IndexArray) -> NDArray[np.int32]:
-    return np.stack((layers, experts), axis=1).astype(np.int32)
+        plan = self._make_plan(layer * counts.size + missing, np.ones(missing.size, dtype=np.uint8), victims)
+        return replace(plan, victim_utility=np.zeros(victims.size, dtype=np.float32))  # they are in the order of use

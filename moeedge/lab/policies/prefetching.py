@@ -1,9 +1,7 @@
 """Predict and prefetch, with a cache per layer: Mixtral-Offloading, AdapMoE and SP-MoE by LRU, Fate by ARC.
 
-Predictions are those of the next layer's gate or of the draft. MoE-Infinity and HybriMoE, which prefetch by other
-rules, are in moe_infinity.py and hybrimoe.py.
-
-What was read of each system, and departures: docs/lab/policies.md.
+Predictions are those of the next layer's gate or of the draft. What was read of each system, and departures:
+docs/lab/policies.md.
 
 mixtral-offloading  Eliseev & Mazur, arXiv 2312.17238; repository dvmazur/mixtral-offloading, src/expert_cache.py. Each
     layer keeps its k most recently used experts, k the same for all layers. Speculative loading: when a layer's experts
@@ -24,9 +22,7 @@ adapmoe  Zhong et al., ICCAD 2024, arXiv 2408.10284; repository PKU-SEC-Lab/Adap
 sp-moe  (section numbers of the paper) The target's routers on the draft's attention outputs predict experts.
     - prediction, 3.2: for each draft token the k most likely experts of every layer are critical, k as many as the
       model uses per token. The `ExpertPrediction` comes from "draft-inputs".
-    - cutoff layer, 3.2: only layers before it are prefetched (`cutoff_layer`). The paper's evaluation drafts one token;
-      of gamma tokens, as many are critical as k random experts each make, N (1 - (1 - k/N)^gamma), or what the layer's
-      slots hold.
+    - cutoff layer, 3.2: only layers before it are prefetched (`cutoff_layer`, `critical_experts`).
     - cache, 4.4: a queue per layer, least recently used first; a prefetched expert moves to its end, so that it is not
       the next victim. A fixed number of slots per layer is reserved (3.2).
     - execution, 3.3: a worker thread moves all experts of one layer as one batch, without pause; missing experts are
@@ -261,12 +257,9 @@ def cutoff_layer(
 ) -> int:
     """The deepest layer that SP-MoE prefetches for (section 3.2), as a number of layers.
 
-    n_prefetched   experts to load per layer, k for one draft token (`critical_experts`); resident ones are not loaded,
-                   so that it is an upper bound
-    n_slots        experts that fit the memory left by the rest of the model
-    draft_token_s  seconds of drafting a token, computation per layer times layers; 0: not measured
-    transfer_s     seconds of one expert's transfer; 0: not measured
-    n_last         of n_prefetched, what the last of `n_drafts` tokens adds; None: all
+    n_prefetched: experts to load per layer, resident ones included, so that it is an upper bound (`critical_experts`);
+    n_last: of these, what the last of `n_drafts` tokens adds; None: all. n_slots: experts that fit. draft_token_s,
+    transfer_s: seconds of drafting a token and of moving an expert; 0: not measured.
 
     All transfers end before drafting does, "no matter whether compute time or I/O time is the bottleneck". A layer's
     experts are known once its draft layer is computed. Where transfers are the slower side they follow each other from

@@ -16,17 +16,14 @@ the constraint says that all hot experts of the pool fit its slots.
 Appendix D: experts in use have score K + 1 (frozen); after use it drops to 0, "quickly recycled and refilled by other
 weights". As in the published program (evict_layer), all experts of a layer that has been computed drop to 0 until the
 next plan between passes. Before each layer the hot experts of the layers to come are planned for again with the room
-that came free, at which Eq. 11 allows lower thresholds. Replay and simulator do so; the engine plans between passes.
+that came free, at which Eq. 11 allows lower thresholds.
 
-Eq. 9 and 10 with a cost model (`moeedge lab replay --hardware`): what arrived for a layer since the last pass counts
-towards its n(tau), so that a pass moves no more for a layer than its window carries.
+Eq. 9 and 10 with a cost model: what arrived for a layer since the last pass counts towards its n(tau), so that a pass
+moves no more for a layer than its window carries. Departures: docs/lab/policies.md.
 
-Departures (docs/lab/policies.md): cold experts leave when an upload needs their slots.
-
-spac-program: the published program (repository lshAlgorithm/MoE-SpAc, ggml/src/ggml-backend.cpp), with its constants.
-StateMachine::update compares the activations of a step with the utility itself, d = f_t - s_t, not with those of the
-step before, so that s follows the frequency; up 5, down 1, both fixed, K = 5 (TOP_STAT). SpAc_Prefetcher has tau = 1,
-and no balancer. All else is spac-paper.
+spac-program: the published program (repository lshAlgorithm/MoE-SpAc, ggml/src/ggml-backend.cpp). StateMachine::update
+compares the activations of a step with the utility itself, d = f_t - s_t, so that s follows the frequency; up 5, down
+1, both fixed, K = 5 (TOP_STAT). SpAc_Prefetcher has tau = 1, and no balancer. All else is spac-paper.
 """
 
 from __future__ import annotations
@@ -136,15 +133,13 @@ class SpacPaper(PooledPolicy):
             fits = n_uploads <= room
             return np.where(fits.any(axis=1), fits.argmax(axis=1) + 1, self.cap).astype(np.float32)
         n_distinct = np.count_nonzero(self._last_used, axis=1).astype(np.float64)
-        tokens = float(self._n_pairs.sum() / max(n_distinct.sum(), 1.0))  # per expert, at which the unit times are read
+        # tokens per expert, at which the unit times are read
+        tokens = max(float(self._n_pairs.sum() / max(n_distinct.sum(), 1.0)), 1.0)
         index = np.minimum(np.arange(1, self.cap + 1), cost.cap)
-        tokens = max(tokens, 1.0)
-        cpu_s = (
-            cost.r_c[index] * (self._n_pairs * (float(expert_seconds(cost.cpu_expert_s, tokens)) / tokens))[:, None]
-        )  # Eq. 7
-        device_s = (
-            cost.r_g[index] * (n_distinct * float(expert_seconds(cost.device_expert_s, tokens)))[:, None]
-        )  # Eq. 8
+        pair_s = float(expert_seconds(cost.cpu_expert_s, tokens)) / tokens
+        expert_s = float(expert_seconds(cost.device_expert_s, tokens))
+        cpu_s = cost.r_c[index] * (self._n_pairs * pair_s)[:, None]  # Eq. 7
+        device_s = cost.r_g[index] * (n_distinct * expert_s)[:, None]  # Eq. 8
         window_s = np.maximum(cpu_s, device_s) + self._config.gamma * cost.draft_token_s / self.shape.n_layers
         arrived = np.count_nonzero(~absent & ~self._before, axis=1) if self._before is not None else np.zeros(size[0])
         in_time = (n_uploads + arrived[:, None]) * cost.transfer_expert_s <= window_s  # Eq. 10

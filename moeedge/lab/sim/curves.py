@@ -14,18 +14,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import product, starmap
 from multiprocessing import get_context
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.errors import require
-from moeedge.hardware.provenance import Provenance
-from moeedge.lab.sim.noisy_predictor import NO_PREDICTOR, PredictorAccuracy
-from moeedge.lab.sim.replay import ReplayArm, ReplayConfig, ReplaySetting, lacks_predictor, replay_arms, setting_of
+from moeedge.lab.sim.replay import (
+    ReplayArm,
+    ReplayConfig,
+    ReplayInput,
+    ReplaySetting,
+    batches_of,
+    lacks_predictor,
+    replay_arms,
+    setting_of,
+)
 from moeedge.lab.traces.schedule import Schedule
-from moeedge.policies.cost_model import CostModel
 from moeedge.policies.registry import BOUNDS, TABLE
 from moeedge.records import filled
 from moeedge.run import NO_PROGRESS, Progress
@@ -42,35 +50,6 @@ _ROUNDING = 1e-6  # uploads per layer and step
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
-
-
-@dataclass(frozen=True, eq=False)
-class CurveInput:
-    """A schedule to replay and what is known about it."""
-
-    trace: str  # name
-    schedule: Schedule
-    cache_ratio: float
-    texts: str = "all"  # which of the trace
-    profile: NDArray[np.int64] | None = None  # [n_layers, n_experts], of texts that are not replayed
-    provenance: Provenance | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class CurveConfig:
-    """What all inputs have in common."""
-
-    policies: tuple[str, ...]  # without bounds, which are always added
-    limits: tuple[float, ...] = LIMITS  # "unlimited" is always added
-    accuracy: PredictorAccuracy = NO_PREDICTOR
-    fresh_memory: bool = False  # every text begins with an empty policy
-    cost_model: CostModel | None = None  # times that policies know
-    resamples: int = RESAMPLES
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        is_valid = self.limits and all(limit >= 0 for limit in self.limits)
-        require(is_valid, "the limits must be at least one number >= 0 of uploads per layer and step")
 
 
 @dataclass(frozen=True)
@@ -120,77 +99,38 @@ class CurvePanel(ReplaySetting):
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON, with the sums of each text."""
-        about = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "provenance"}
-        about |= {} if self.provenance is None else asdict(self.provenance)
-        return about | {
-            "pairs": self.pairs.tolist(),
-            "points": [
-                asdict(point) | {"pairs_hit": point.pairs_hit.tolist(), "uploads": point.uploads.tolist()}
-                for point in self.points
-            ],
-            "at_most": [asdict(entry) for entry in self.at_most],
-        }
-
-
-class _Sums(NamedTuple):
-    """Sums of one arm by unit."""
-
-    max_uploads: float | None
-    pairs_hit: IntArray
-    uploads: IntArray
+        row = asdict(self)
+        for holder in (row, *row["points"]):
+            holder |= {name: value.tolist() for name, value in holder.items() if isinstance(value, np.ndarray)}
+        return row | (row.pop("provenance") or {})
 
 
 def trace_curves(
-    inputs: Sequence[CurveInput], config: CurveConfig, *, n_processes: int = 1, progress: Progress = NO_PROGRESS
+    inputs: Sequence[ReplayInput],
+    config: ReplayConfig,
+    limits: Sequence[float] = LIMITS,
+    *,
+    n_processes: int = 1,
+    progress: Progress = NO_PROGRESS,
 ) -> list[CurvePanel]:
-    """A panel for each input. progress: of a task whose unit is an (input, policy) pair.
+    """A panel for each input and cache ratio.
 
-    The result does not depend on `n_processes`. Raises ValueError for an unknown policy.
+    limits: of uploads per layer and step; "unlimited" is always added. progress: of a task whose unit is a policy of a
+    panel. The result does not depend on `n_processes`. Raises ValueError for an unknown policy.
     """
-    tasks = [(index, name) for index in range(len(inputs)) for name in (*config.policies, *PAIR_BOUNDS)]
-    tasks.sort(key=lambda task: -inputs[task[0]].schedule.n_steps)  # the longest first
-    found: dict[tuple[int, str], list[_Sums]] = {}
-    if n_processes == 1:
-        for task in tasks:
-            found[task] = _run(inputs, config, *task)
+    is_valid = limits and all(limit >= 0 for limit in limits)
+    require(is_valid, "the limits must be at least one number >= 0 of uploads per layer and step")
+    names = (*config.policies, *PAIR_BOUNDS)
+    panels = list(product(inputs, config.ratios))
+    tasks = [(given, ratio, name) for given, ratio in panels for name in names]
+    run = partial(_replayed, config=config, limits=limits)
+    with ProcessPoolExecutor(n_processes, get_context("spawn")) as pool:  # starts a process with the first task
+        found = []
+        for sums in pool.map(run, *zip(*tasks, strict=True)) if n_processes > 1 else starmap(run, tasks):
+            found.append(sums)
             progress.add()
-    else:
-        with ProcessPoolExecutor(
-            n_processes, get_context("spawn"), initializer=_Worker.begin, initargs=(inputs, config)
-        ) as pool:
-            for task, sums in zip(tasks, pool.map(_Worker.run, tasks), strict=True):
-                found[task] = sums
-                progress.add()
-    return [
-        _panel(each, config, {name: found[index, name] for name in (*config.policies, *PAIR_BOUNDS)})
-        for index, each in enumerate(inputs)
-    ]
-
-
-class _Worker:
-    """State of a worker process."""
-
-    inputs: Sequence[CurveInput] = ()
-    config: CurveConfig | None = None
-
-    @classmethod
-    def begin(cls, inputs: Sequence[CurveInput], config: CurveConfig) -> None:
-        cls.inputs, cls.config = inputs, config
-
-    @classmethod
-    def run(cls, task: tuple[int, str]) -> list[_Sums]:
-        assert cls.config is not None
-        return _run(cls.inputs, cls.config, *task)
-
-
-def limits_of(policy: str, config: CurveConfig) -> tuple[float, ...]:
-    """The limits that a policy may be replayed with besides none: not bounds, nor policies whose traffic cannot be
-    limited, nor those that are not ranked.
-    """
-    entry = TABLE[policy]
-    if policy in BOUNDS or entry.make.execution_model.device_only or lacks_predictor(policy, config.accuracy):
-        return ()
-    return config.limits
+    of_tasks = iter(found)
+    return [_panel(*panel, config, limits, {name: next(of_tasks) for name in names}) for panel in panels]
 
 
 def bootstrap_weights(n_units: int, n_resamples: int, seed: int) -> FloatArray:
@@ -199,33 +139,31 @@ def bootstrap_weights(n_units: int, n_resamples: int, seed: int) -> FloatArray:
     return rng.multinomial(n_units, np.full(n_units, 1.0 / n_units), n_resamples).astype(np.float64)
 
 
-def _run(inputs: Sequence[CurveInput], config: CurveConfig, index: int, policy: str) -> list[_Sums]:
-    """One policy without a limit, and at the limits that could bind it."""
-    each = inputs[index]
-    shared = ReplayConfig(
-        policies=(),
-        ratios=(each.cache_ratio,),
-        profile=each.profile,
-        **{name: getattr(config, name) for name in ("seed", "accuracy", "fresh_memory", "cost_model")},
-    )
-    unit_of = _units(each.schedule)[0]
+def _replayed(
+    given: ReplayInput, ratio: float, policy: str, *, config: ReplayConfig, limits: Sequence[float]
+) -> list[tuple[float | None, IntArray]]:
+    """One policy at the limits that could bind it, then without one: pairs hit and uploads by unit, [n_units, 2].
 
-    def sums_at(limits: Sequence[float | None]) -> list[_Sums]:
-        arms = [ReplayArm(policy, each.cache_ratio, limit) for limit in limits]
-        return [
-            _Sums(
-                limit,
-                _by_unit(np.array(stats.pairs_hit_by_batch), unit_of),
-                _by_unit(np.diff(stats.uploads_until, prepend=0), unit_of),
-            )
-            for limit, stats in zip(limits, replay_arms(each.schedule, arms, shared), strict=True)
-        ]
+    Bounds, policies whose traffic cannot be limited and those that are not ranked have no limits.
+    """
+    unit_of = _units(given.schedule)[0]
+
+    def sums_at(limits: Sequence[float | None]) -> list[tuple[float | None, IntArray]]:
+        arms = [ReplayArm(policy, ratio, limit) for limit in limits]
+        found = replay_arms(given, arms, config) if arms else []
+        by_batch = [np.diff(stats.until, axis=0, prepend=0) for stats in found]
+        return [(limit, _by_unit(each, unit_of)) for limit, each in zip(limits, by_batch, strict=True)]
 
     unlimited = sums_at([None])
-    layer_steps = each.schedule.n_steps * len(each.schedule.trace.expert_layers())
-    used = float(unlimited[0].uploads.sum()) / layer_steps
-    binding = [limit for limit in limits_of(policy, config) if limit <= _BINDING * used]
-    return (sums_at(binding) if binding else []) + unlimited
+    used = float(unlimited[0][1][:, 1].sum()) / _layer_steps(given.schedule)
+    is_limited = policy not in BOUNDS and not TABLE[policy].make.execution_model.device_only
+    if not is_limited or lacks_predictor(policy, config.accuracy):
+        return unlimited
+    return sums_at([limit for limit in limits if limit <= _BINDING * used]) + unlimited
+
+
+def _layer_steps(schedule: Schedule) -> int:
+    return schedule.n_steps * len(schedule.trace.expert_layers())
 
 
 def _units(schedule: Schedule) -> tuple[IntArray, str]:
@@ -237,51 +175,52 @@ def _units(schedule: Schedule) -> tuple[IntArray, str]:
     return np.maximum(step, 0) // _BLOCK_STEPS, f"{_BLOCK_STEPS} steps"
 
 
-def _by_unit(values: NDArray[Any], unit_of: IntArray) -> IntArray:
-    sums = np.zeros(int(unit_of[-1]) + 1, dtype=np.int64)
-    np.add.at(sums, unit_of, values.astype(np.int64))
+def _by_unit(by_batch: NDArray[Any], unit_of: IntArray) -> IntArray:
+    """Sums of values [n_batches, ...]."""
+    sums = np.zeros((int(unit_of[-1]) + 1, *by_batch.shape[1:]), dtype=np.int64)
+    np.add.at(sums, unit_of, by_batch.astype(np.int64))
     return sums
 
 
-def _panel(each: CurveInput, config: CurveConfig, found: dict[str, list[_Sums]]) -> CurvePanel:
-    schedule = each.schedule
+def _panel(
+    given: ReplayInput,
+    ratio: float,
+    config: ReplayConfig,
+    limits: Sequence[float],
+    found: dict[str, list[tuple[float | None, IntArray]]],
+) -> CurvePanel:
+    schedule = given.schedule
     unit_of, unit = _units(schedule)
-    by_batch = [chunk.counts.sum(axis=(1, 2)) * chunk.counted for chunk in schedule.chunks()]
-    pairs = _by_unit(np.concatenate(by_batch), unit_of)
-    weights = bootstrap_weights(pairs.size, config.resamples, config.seed)
+    by_batch = [0 if batch.prefill else int(batch.counts.sum()) for batch in batches_of(schedule)]
+    pairs = _by_unit(np.array(by_batch), unit_of)
+    weights = bootstrap_weights(pairs.size, RESAMPLES, config.seed)
     resampled_pairs = np.maximum(weights @ pairs, 1.0)
-    layer_steps = schedule.n_steps * len(schedule.trace.expert_layers())
     resampled: list[FloatArray] = []  # hit rates of each point
     points: list[CurvePoint] = []
     for policy, arms in found.items():
-        for sums in arms:
-            resampled.append(weights @ sums.pairs_hit / resampled_pairs)
-            points.append(
-                CurvePoint(
-                    policy,
-                    sums.max_uploads,
-                    round(int(sums.uploads.sum()) / layer_steps, 6),
-                    _estimate(int(sums.pairs_hit.sum()) / max(int(pairs.sum()), 1), resampled[-1]),
-                    sums.pairs_hit,
-                    sums.uploads,
-                )
-            )
+        for limit, sums in arms:
+            pairs_hit, uploads = sums.T
+            resampled.append(weights @ pairs_hit / resampled_pairs)
+            rate = _estimate(int(pairs_hit.sum()) / max(int(pairs.sum()), 1), resampled[-1])
+            used = round(int(uploads.sum()) / _layer_steps(schedule), 6)
+            points.append(CurvePoint(policy, limit, used, rate, pairs_hit, uploads))
     return filled(
         CurvePanel,
-        *(each, config, schedule),
-        **setting_of(schedule, each.cache_ratio),
+        *(given, config, schedule),
+        **setting_of(given, ratio),
+        cache_ratio=ratio,
         unit=unit,
         apart=tuple(name for name in config.policies if lacks_predictor(name, config.accuracy)),
         pairs=pairs,
         points=tuple(points),
-        at_most=tuple(_at_most(points, resampled, config)),
+        at_most=tuple(_at_most(points, resampled, limits)),
     )
 
 
-def _at_most(points: Sequence[CurvePoint], resampled: Sequence[FloatArray], config: CurveConfig) -> list[AtMost]:
+def _at_most(points: Sequence[CurvePoint], resampled: Sequence[FloatArray], limits: Sequence[float]) -> list[AtMost]:
     """For every policy and limit the best of its points that use no more; none where all of them use more."""
     found = []
-    for limit in (*config.limits, None):
+    for limit in (*limits, None):
         best: dict[str, int] = {}  # of each policy, among the points
         for index, point in enumerate(points):
             if limit is not None and point.uploads_per_layer_step > limit + _ROUNDING:

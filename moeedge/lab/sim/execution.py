@@ -1,19 +1,9 @@
 """One simulated run: draft, verify layer by layer, observe, plan, on the streams of a machine.
 
-The policy's execution model says how experts are computed:
-
-  hybrid       (the default) the device computes resident experts, the CPU the others, at the same time
-  device only  missing experts are moved on demand and computed on the device, after the resident ones
-  layerwise    a layer is entirely on one side; device only, a missing layer is streamed through
-  keeps loads  device only; the host waits for the layer's routing, all missing experts are moved at once into slots
-               that the policy frees, then the layer is computed
-
-A step's time is the sum of its parts (CAUSES): the draft model; the dense part of layers; experts on the device;
-waiting for experts on the CPU, for a load on demand, for a link that is busy with other transfers or for a prefetch
-that arrives late; and the host: handing a layer over and back, observing and planning.
-
-What the host and the device exchange for a layer is a program's handoff (moeedge.lab.sim.step_costs). While uploads are
-under way its copies to the device wait for a chunk, and the CPU shares its memory with them.
+The policy's execution model says how missing experts are computed, and a step's time is the sum of its parts, CAUSES
+(docs/lab/simulation.md, The model). What the host and the device exchange for a layer is a program's handoff
+(moeedge.lab.sim.step_costs). While uploads are under way its copies to the device wait for a chunk, and the CPU shares
+its memory with them.
 """
 
 from __future__ import annotations
@@ -203,78 +193,59 @@ class Execution:
         self.mover.pin(layer, [])
 
     def _compute(self, used: _Used) -> Process:
-        if self.costs.handoff is not None:
-            if self.execution_model.layerwise and not used.misses.size:  # the device needs nothing of the host
-                device_ns = self._device_ns(used.counts, used.hits, self.shape.n_experts)
-                yield from self._on_gpu("device", device_ns)
-                return
-            if not self.execution_model.device_only:
-                yield from self._divided(used)
-                return
-            handoff_ns = sum(self.costs.handoff_ns(moment, self._n_tokens) for moment in ("down", "submit"))
-            yield from self._on_host(handoff_ns + to_ns(self.costs.handoff.divide_s(self._n_tokens)))
-        if self.execution_model.keeps_loads:
-            yield from self._from_cache(used)
-        elif self.execution_model.device_only:
-            yield from self._on_device(used)
-        else:
-            yield from self._on_both(used)
-
-    def _divided(self, used: _Used) -> Process:
-        """Both sides compute their part of a layer, with the calls of the program's handoff around them."""
         costs, handoff = self.costs, self.costs.handoff
-        assert handoff is not None
-        n_tokens, hits, misses = self._n_tokens, used.hits, used.misses
+        if handoff is not None and self.execution_model.layerwise and not used.misses.size:
+            yield from self._on_gpu("device", self._device_ns(used.counts, used.hits, self.shape.n_experts))
+        elif not self.execution_model.device_only:
+            yield from self._on_both(used)
+        else:
+            if handoff is not None:
+                calls_ns = sum(costs.handoff_ns(moment, self._n_tokens) for moment in ("down", "submit"))
+                yield from self._on_host(calls_ns + to_ns(handoff.divide_s(self._n_tokens)))
+            yield from self._from_cache(used) if self.execution_model.keeps_loads else self._on_device(used)
+
+    def _on_both(self, used: _Used) -> Process:
+        """Both sides compute their part of a layer, with the calls of the program's handoff around them."""
+        costs, n_tokens, hits, misses = self.costs, self._n_tokens, used.hits, used.misses
         is_uploading = bool(self.mover.arrivals)
-        chunk_s = handoff.chunks_ahead * handoff.chunk_bytes / costs.link_bytes_per_s  # that a small copy waits for
-        chunk_ns = to_ns(chunk_s) if is_uploading else 0
-        region_ns = to_ns(handoff.times.cpu_region_s)
         start_ns = self.clock.now_ns
         device_ns = self._device_ns(used.counts, hits, self._n_slots) if hits.size else 0
-        ready_ns = start_ns + costs.handoff_ns("down", n_tokens) + to_ns(handoff.divide_s(n_tokens))
-        device_starts_ns, after_ns = start_ns, costs.handoff_ns("up", n_tokens) + chunk_ns
-        if handoff.launched_ahead and misses.size:  # the device computes them with a slot of zeros
-            device_ns = (device_ns or self.costs.block_ns) + int(self.costs.device_ns[1])
-        if hits.size:
-            after_ns += costs.handoff_ns("join", n_tokens)
-        if not handoff.launched_ahead:
+        cpu_ns = _sum_ns(costs.cpu_ns, used.counts, misses)
+        if costs.handoff is None:
+            ready_ns = device_starts_ns = start_ns + (costs.sync_ns if hits.size and misses.size else 0)
+            after_ns = 0
+        else:
+            handoff = costs.handoff
+            chunk_s = handoff.chunks_ahead * handoff.chunk_bytes / costs.link_bytes_per_s  # that a small copy waits for
+            chunk_ns = to_ns(chunk_s) if is_uploading else 0
+            region_ns = to_ns(handoff.cpu_region_s)
+            ready_ns = start_ns + costs.handoff_ns("down", n_tokens) + to_ns(handoff.divide_s(n_tokens))
+            after_ns = costs.handoff_ns("up", n_tokens) + chunk_ns + (handoff.cpu_regions - 1) * region_ns
+            if handoff.launched_ahead and misses.size:  # the device computes them with a slot of zeros
+                device_ns = (device_ns or costs.block_ns) + int(costs.device_ns[1])
             if hits.size:
-                ready_ns += costs.handoff_ns("submit", n_tokens) + chunk_ns
-            device_starts_ns = ready_ns
-        after_ns += (handoff.cpu_regions - 1) * region_ns
+                after_ns += costs.handoff_ns("join", n_tokens)
+                if not handoff.launched_ahead:
+                    ready_ns += costs.handoff_ns("submit", n_tokens) + chunk_ns
+            device_starts_ns = start_ns if handoff.launched_ahead else ready_ns
+            if is_uploading:
+                cpu_ns = round(costs.busy_link_factor * cpu_ns)
+            cpu_ns += region_ns if misses.size else 0
         device_done_ns = cpu_done_ns = ready_ns
         if device_ns:
-            done_ns = self.gpu.submit(device_starts_ns, device_ns)
-            device_done_ns = max(device_done_ns, done_ns)
-        if misses.size:
-            factor = costs.busy_link_factor if is_uploading else 1.0
-            cpu_ns = region_ns + round(factor * _sum_ns(costs.cpu_ns, used.counts, misses))
+            device_done_ns = max(ready_ns, self.gpu.submit(device_starts_ns, device_ns))
+        if cpu_ns:
             cpu_done_ns = self.cpu.submit(ready_ns, cpu_ns)
         done_ns = max(device_done_ns, cpu_done_ns)
         self.time.ns["host"] += ready_ns - start_ns + after_ns
-        self.time.ns["device" if device_done_ns > cpu_done_ns else "cpu"] += done_ns - ready_ns
+        self.time.ns["device"] += device_done_ns - ready_ns
+        self.time.ns["cpu"] += done_ns - device_done_ns
         yield done_ns + after_ns - start_ns
 
     def _device_ns(self, counts: NDArray[np.int32], experts: NDArray[np.intp], n_tables: int) -> int:
         """A block on the device, which passes over all `n_tables` experts of its tables where it has several tokens."""
         tiles = self.costs.tile_ns * n_tables if self._n_tokens > 1 else 0.0
         return self.costs.block_ns + round(tiles) + _sum_ns(self.costs.device_ns, counts, experts)
-
-    def _on_both(self, used: _Used) -> Process:
-        costs, hits, misses = self.costs, used.hits, used.misses
-        if hits.size and misses.size:
-            yield from self._on_host(costs.sync_ns)
-        now_ns = self.clock.now_ns
-        device_ns = costs.block_ns + _sum_ns(costs.device_ns, used.counts, hits) if hits.size else 0
-        cpu_ns = _sum_ns(costs.cpu_ns, used.counts, misses)
-        done_ns = now_ns
-        if device_ns:
-            done_ns = self.gpu.submit(now_ns, device_ns)
-        if cpu_ns:
-            done_ns = max(done_ns, self.cpu.submit(now_ns, cpu_ns))
-        self.time.ns["device"] += device_ns
-        self.time.ns["cpu"] += done_ns - now_ns - device_ns
-        yield done_ns - now_ns
 
     def _on_device(self, used: _Used) -> Process:
         costs, mover, layer, counts = self.costs, self.mover, used.layer, used.counts
@@ -296,6 +267,7 @@ class Execution:
             yield from self._on_gpu("device", _sum_ns(costs.device_ns, counts, np.array(experts)))
 
     def _from_cache(self, used: _Used) -> Process:
+        """The host waits for the routing; missing experts take the slots of the policy's plan; the layer follows."""
         yield from self._on_host(self.costs.sync_ns)
         if used.misses.size:
             yield from self._loaded(self.mover.demand(used.layer, used.misses.tolist()))

@@ -18,9 +18,9 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.experts import count_ids
+from moeedge.experts import IntArray, count_ids
 from moeedge.lab.policies.expert_budget import Ids, apply_budget, pick_scores, router_scores, static_scores
-from moeedge.lab.traces.schedule import Batch, Chunk
+from moeedge.lab.traces.schedule import Batch
 from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.trace.format import Trace
 
@@ -50,6 +50,14 @@ class BudgetStats:
     kept: int = 0  # that were computed
     kept_max: int = 0  # the largest number of a layer and step
     kept_probability: float = 0.0  # share of the weight of the router's choices that is on shortlisted experts
+
+    def add(self, natural: IntArray, kept: IntArray, kept_probability: float) -> None:
+        """Adds layers of one step [n]; kept_probability: their sum."""
+        self.layer_steps += natural.size
+        self.natural += int(natural.sum())
+        self.kept += int(kept.sum())
+        self.kept_max = max(self.kept_max, int(kept.max(initial=0)))
+        self.kept_probability += kept_probability
 
 
 @dataclass
@@ -98,7 +106,8 @@ class BudgetedTrace:
         layers = self._layers
         n_natural = np.count_nonzero(batch.counts[layers], axis=1)
         is_over = n_natural > self._budgets[layers]
-        self._count(n_natural[~is_over])
+        within = n_natural[~is_over]
+        self.stats.add(within, within, within.size)
         changed = layers[is_over]
         if not changed.size:
             return batch
@@ -112,11 +121,6 @@ class BudgetedTrace:
             ids[at] = self._apply(batch, group, tokens)
         counts[changed] = count_ids(ids[changed], self.trace.meta.n_experts)
         return replace(batch, ids=ids, counts=counts)
-
-    def limited_chunk(self, chunk: Chunk) -> Chunk:
-        """All batches of a chunk."""
-        batches = [self.limited(batch) for batch in chunk.batches]
-        return replace(chunk, batches=batches, counts=np.stack([batch.counts for batch in batches]))
 
     def _apply(self, batch: Batch, layers: NDArray[np.intp], tokens: NDArray[np.intp]) -> NDArray[np.int32]:
         """Ids int32 [len(layers), len(tokens), k] of layers that all use k experts, and of tokens that are recorded."""
@@ -137,7 +141,7 @@ class BudgetedTrace:
             coverage=self.budget.coverage,
             scores=scores if self._static is None else self._static[layers],
         )
-        self._count(routing.n_natural, routing.n_kept, routing.kept_probability)
+        self.stats.add(routing.n_natural, routing.n_kept, float(routing.kept_probability.sum()))
         return routing.ids
 
     def _weights(self, batch: Batch, layers: NDArray[np.intp], tokens: NDArray[np.intp]) -> NDArray[np.float64]:
@@ -148,16 +152,3 @@ class BudgetedTrace:
         recorded: NDArray[np.float64]
         recorded = self.trace.weights[..., :k][np.ix_(batch.rows[tokens], layers)].astype(np.float64).transpose(1, 0, 2)
         return np.maximum(np.where(np.isfinite(recorded), recorded, 1.0 / k), 0.0)
-
-    def _count(
-        self,
-        n_natural: NDArray[Any],
-        n_kept: NDArray[Any] | None = None,
-        kept_probability: NDArray[np.float64] | None = None,
-    ) -> None:
-        kept = n_natural if n_kept is None else n_kept
-        self.stats.layer_steps += n_natural.size
-        self.stats.natural += int(n_natural.sum())
-        self.stats.kept += int(kept.sum())
-        self.stats.kept_max = max(self.stats.kept_max, int(kept.max(initial=0)))
-        self.stats.kept_probability += n_natural.size if kept_probability is None else float(kept_probability.sum())

@@ -1,12 +1,11 @@
 """Sizes of a model, synthetic routing for models of which no trace is at hand, and constants from data files.
 
 The models of the papers are built in (sim/data/models.json, with sources), each in several quantizations, the catalog's
-default first; `shape_of_file` reads the sizes of a file.
+default first.
 
 Synthetic routing is seeded. Every layer gives each expert a score per token and picks the k best. The score is a sum of
 four Gaussian terms: popularity (drawn once), topic (drifts slowly), phrase (drifts fast: neighbouring tokens share
-experts), and one drawn anew for every token, of variance 1. The three variances and two memories are fitted to
-published figures of a model (sim/data/models.json).
+experts), and one drawn anew for every token, of variance 1.
 
 A data file writes a constant with several sources as {"low": ..., "chosen": ..., "high": ...}. A simulation takes one
 side of all of them: the chosen values, those that make every program fastest, or those that make it slowest. Rates

@@ -1,13 +1,13 @@
 """Predictions of a stated accuracy, in place of those from hidden states, which traces lack.
 
-Each (token, layer, slot) of a batch is right with a stated probability (sources: docs/lab/traces.md). A wrong one is an
+Each (token, layer, slot) of a batch is right with a stated probability (docs/lab/traces.md, Replay). A wrong one is an
 expert drawn by popularity among the layer's experts, which by chance may be one of the token's. Predictions are seeded,
 and the same for every policy and cache ratio.
 
-  draft-router  SP-MoE: the draft's attention outputs through the target's routers; the accuracy of the top expert is
-                taken for all slots. The draft never computes the last draft of a batch: it has no prediction.
-  next-gate     Fate, AdapMoE, HybriMoE: the next layer's router on this layer's input. No layer comes before the first
-                layer with experts: it has no prediction. n layers ahead the accuracy is that of one to the power of n.
+  draft-router  SP-MoE: the draft's attention outputs through the target's routers. The draft never computes the last
+                draft of a batch: it has no prediction.
+  next-gate     Fate, AdapMoE, HybriMoE: the next layer's router on this layer's input. The first layer with experts
+                has no prediction; n layers ahead the accuracy is that of one to the power of n.
 
 The replay, which has no time, reads a draft's predictions for a batch at once, and those of gates layer by layer. The
 simulator reveals them as time goes by, and draws wrong experts by the popularity so far (`learn`).

@@ -15,7 +15,7 @@ import multiprocessing
 import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import combinations
 from typing import Any
@@ -24,7 +24,7 @@ from moeedge.lab.sim.model_shape import SIDES, Side, entry_of, find_model, only_
 from moeedge.lab.sim.noisy_predictor import PredictorAccuracy
 from moeedge.lab.sim.simulate import Range, SimulationConfig, SimulationResult, has_draft, simulate, synthetic_trace
 from moeedge.lab.sim.step_costs import Framework, HardwareSpec, find_hardware, roofline_costs, to_ns
-from moeedge.run import Run
+from moeedge.run import Closing, Run
 from moeedge.speculation import acceptance_for, expected_tokens
 from moeedge.trace.format import Trace
 from moeedge.trace.steps import RejectedTokenModel
@@ -48,8 +48,8 @@ class Case:
     draft_s: float | None = None  # of a draft token, instead of the roofline's
 
 
-class Cases:
-    """Runs cases in several processes, each once; a context manager that ends them. run: told of each case."""
+class Cases(Closing):
+    """Runs cases in several processes, each once. run: told of each case."""
 
     def __init__(self, run: Run | None = None) -> None:
         self._results: dict[Case, SimulationResult] = {}
@@ -57,10 +57,8 @@ class Cases:
         n_workers = min(os.cpu_count() or 1, _WORKERS_MAX)
         self._pool = ProcessPoolExecutor(n_workers, mp_context=multiprocessing.get_context("spawn"))
 
-    def __enter__(self) -> Cases:
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
+        """Ends the processes."""
         self._pool.shutdown(cancel_futures=True)
 
     def all(self, cases: Iterable[Case]) -> list[SimulationResult]:
@@ -120,8 +118,7 @@ class Compared:
     @property
     def without_overheads_ratio(self) -> float | None:
         """`without_overheads_ts` over published."""
-        bare_ts, published_ts = self.without_overheads_ts, self.published_ts
-        return None if bare_ts is None or published_ts is None else bare_ts / published_ts
+        return self.published_ts and self.without_overheads_ts and self.without_overheads_ts / self.published_ts
 
     @property
     def close(self) -> bool:
@@ -178,15 +175,8 @@ class _Row:
     config: SimulationConfig
     published_ts: float | None = None
     fitted: bool = False
-    link_bytes_per_s: float | None = None  # instead of the hardware's
+    rates: dict[str, Any] = field(default_factory=dict)  # of the hardware, where they are known better
     draft_s: float | None = None  # instead of the roofline's
-
-    def machine(self, fit: Fit | None, side: Side) -> HardwareSpec:
-        """The hardware with the rates that are known better."""
-        hardware = find_hardware(self.hardware, side)
-        if fit is not None:
-            hardware = replace(hardware, cpu_bytes_per_s=fit.cpu_bytes_per_s)
-        return hardware if self.link_bytes_per_s is None else replace(hardware, link_bytes_per_s=self.link_bytes_per_s)
 
 
 class Papers:
@@ -201,42 +191,54 @@ class Papers:
     def fit(self) -> Fit:
         """The bandwidth of the CPU from one row of Table 2, the acceptance from another."""
         table = self.data["table2"]
-        hardware = find_hardware(table["hardware"])
-
-        def simulated(row: _Row) -> SimulationResult:
-            return self._cases.all([self._case(row, hardware)])[0]
-
         row = self._row(table, table["fit_cpu"])
         assert row.published_ts is not None
-        result = simulated(row)
+        (result,) = self._cases.all([self._case(row)])
         cpu_s = result.time.per_token_s("cpu")  # in proportion to 1 / bandwidth
         wanted_s = 1 / row.published_ts - (result.tpot_s - cpu_s)
-        hardware = replace(hardware, cpu_bytes_per_s=hardware.cpu_bytes_per_s * cpu_s / wanted_s)
+        rate = find_hardware(row.hardware).cpu_bytes_per_s * cpu_s / wanted_s
         row = self._row(table, table["fit_acceptance"])
         assert row.published_ts is not None
         acceptance, gamma = row.config.acceptance, row.config.gamma
         for _ in range(_ROUNDS):
-            result = simulated(replace(row, config=replace(row.config, acceptance=acceptance)))
+            config = replace(row.config, acceptance=acceptance)
+            (result,) = self._cases.all([self._case(replace(row, config=config, rates={"cpu_bytes_per_s": rate}))])
             n_tokens = result.time.tokens / result.time.steps
             wanted = n_tokens * row.published_ts / result.tg_ts
             acceptance = acceptance_for(gamma, expected_tokens(gamma, acceptance) * wanted / n_tokens)
-        return Fit(hardware.cpu_bytes_per_s, acceptance)
+        return Fit(rate, acceptance)
 
-    def table2(self, fit: Fit) -> list[Compared]:
-        """All ten rows, in the published order, with and without overheads of programs."""
-        rows = self._published("table2", fit)
-        bare = self._cases.all(self._case(row, row.machine(fit, "chosen"), None) for row in rows)
-        compared = zip(self._compare("table2", rows, fit), bare, strict=True)
-        return [replace(row, without_overheads_ts=alone.tg_ts) for row, alone in compared]
+    def part(self, name: str, fit: Fit | None = None) -> list[Compared]:
+        """A table or figure: every row with all sides of the constants, in Table 2 also without overheads of programs.
 
-    def table3(self, fit: Fit) -> list[Compared]:
+        fit: of Table 2, for MoE-SpAc's tables and figure.
+        """
+        rows = getattr(self, f"_{name}")(fit)
+        with_bare = name == "table2"
+        sides = (*SIDES, None) if with_bare else SIDES
+        results = iter(self._cases.all(self._case(row, side) for row in rows for side in sides))
+        return [
+            Compared(
+                name,
+                row.name,
+                self.rejected_token_model,
+                Range(**{side: next(results) for side in SIDES}),
+                row.published_ts,
+                row.fitted,
+                next(results).tg_ts if with_bare else None,
+            )
+            for row in rows
+        ]
+
+    def _table2(self, fit: Fit) -> list[_Row]:
+        """All ten rows, in the published order."""
+        return [self._row(self.data["table2"], system, fit) for system in self.data["table2"]["published_ts"]]
+
+    def _table3(self, fit: Fit) -> list[_Row]:
         """Another model on the same machine: no further constant is fitted."""
-        return self._compare("table3", self._published("table3", fit), fit)
+        return [self._row(self.data["table3"], system, fit) for system in self.data["table3"]["published_ts"]]
 
-    def _published(self, table: str, fit: Fit) -> list[_Row]:
-        return [self._row(self.data[table], name, fit) for name in self.data[table]["published_ts"]]
-
-    def table4(self, fit: Fit) -> list[Compared]:
+    def _table4(self, fit: Fit) -> list[_Row]:
         """MoE-SpAc without one of its parts."""
         table = self.data["table4"]
         rows = []
@@ -245,49 +247,48 @@ class Papers:
             ablations = frozenset() if other or name == "full" else frozenset({name})
             row = self._row(self.data["table2"], other or "MoE-SpAc", fit, ablations=ablations)
             rows.append(replace(row, name=name, published_ts=published_ts))
-        return self._compare("table4", rows, fit)
+        return rows
 
-    def figure5(self, fit: Fit) -> list[Compared]:
+    def _figure5(self, fit: Fit) -> list[_Row]:
         """Speed against the cache ratio; the paper's picture gives no numbers."""
         figure = self.data["figure5"]
-        rows = [
-            replace(self._row(self.data["table2"], name, fit, cache_ratio=ratio), published_ts=None, fitted=False)
-            for name in figure["systems"]
+        return [
+            replace(self._row(self.data["table2"], system, fit, cache_ratio=ratio), published_ts=None, fitted=False)
+            for system in figure["systems"]
             for ratio in figure["cache_ratios"]
         ]
-        return self._compare("figure5", rows, fit)
 
-    def cutoff(self) -> list[Compared]:
+    def _cutoff(self, fit: None) -> list[_Row]:
         """SP-MoE's speed against its cutoff layer, for its three pairs of models."""
         rows = []
         for model in self.data["cutoff"]["models"]:
             n_layers = find_model(model).n_expert_layers
-            for layer in [*range(0, n_layers, 4), n_layers]:
-                rows.append(self._cut_at(f"{model}, layer {layer}", model, layer))
-        return self._compare("cutoff", rows)
+            rows += [self._cut_at(layer, model) for layer in (*range(0, n_layers, 4), n_layers)]
+        return rows
 
-    def elsewhere(self) -> list[Compared]:
+    def _elsewhere(self, fit: None) -> list[_Row]:
         """The same programs in other publications: a check of their constants."""
-        figure, elsewhere = self.data["cutoff"], self.data["elsewhere"]
+        elsewhere = self.data["elsewhere"]
         rows = []
-        for model, entry in figure["models"].items():
-            row = self._cut_at(f"{figure['system']}, baseline, {model}", model, 0)
-            rows.append(replace(row, published_ts=1 / entry["baseline_s"], fitted=True))
+        for model, entry in self.data["cutoff"]["models"].items():
+            row = self._cut_at(0, model)
+            name = f"{row.system}, baseline, {model}"
+            rows.append(replace(row, name=name, published_ts=1 / entry["baseline_s"], fitted=True))
         for entry in elsewhere["rows"]:
             row = self._row(entry | {"gamma": 0, "hardware": elsewhere["hardware"]}, entry["system"])
             name, published_ts = f"{row.system}, {row.model}", 1 / entry["published_s"]
             rows.append(replace(row, name=name, published_ts=published_ts, fitted=entry["fed"]))
-        return self._compare("elsewhere", rows)
+        return rows
 
-    def _cut_at(self, name: str, model: str, layer: int) -> _Row:
+    def _cut_at(self, layer: int, model: str) -> _Row:
         """SP-MoE on one of its pairs, prefetching for so many layers."""
         figure = self.data["cutoff"]
         entry = figure["models"][model]
         accuracy, options = PredictorAccuracy(critical=entry["critical"]), (("cutoff_layer", layer),)
         table = entry | {"model": model, "gamma": figure["gamma"], "hardware": figure["hardware"]}
         row = self._row(table, figure["system"], accuracy=accuracy, options=options)
-        link = find_model(model).expert_bytes / entry["expert_s"]
-        return replace(row, name=name, link_bytes_per_s=link, draft_s=entry["draft_s"])
+        rates = {"link_bytes_per_s": find_model(model).expert_bytes / entry["expert_s"]}
+        return replace(row, name=f"{model}, layer {layer}", rates=rates, draft_s=entry["draft_s"])
 
     def _row(self, table: dict[str, Any], system: str, fit: Fit | None = None, **changes: Any) -> _Row:
         """A system in the setting of a table, with the table's own acceptance or the fitted one."""
@@ -303,29 +304,23 @@ class Papers:
         )
         published_ts = table.get("published_ts", {}).get(system)
         fitted = system in (table.get("fit_cpu"), table.get("fit_acceptance"))
+        rates = {} if fit is None else {"cpu_bytes_per_s": fit.cpu_bytes_per_s}
         config = replace(config, **changes)
-        return _Row(system, system, table["hardware"], table["model"], config, published_ts, fitted)
+        return _Row(system, system, table["hardware"], table["model"], config, published_ts, fitted, rates)
 
-    def _compare(self, table: str, rows: Sequence[_Row], fit: Fit | None = None) -> list[Compared]:
-        """Runs the rows of a table with all sides of the constants."""
-        results = iter(self._cases.all(self._case(row, row.machine(fit, side), side) for row in rows for side in SIDES))
-        ranges = [Range(**{side: next(results) for side in SIDES}) for _ in rows]
-        return [
-            Compared(table, row.name, self.rejected_token_model, of_row, row.published_ts, row.fitted)
-            for row, of_row in zip(rows, ranges, strict=True)
-        ]
-
-    def _case(self, row: _Row, hardware: HardwareSpec, side: Side | None = "chosen") -> Case:
+    def _case(self, row: _Row, side: Side | None = "chosen") -> Case:
         """A row's system in its own framework; side None: without the overheads of programs."""
         entry = self.data["systems"][row.system]
         overheads = entry_of(self.data["frameworks"], entry["framework"]) | entry.get("transfer", {})
         if side is None:  # what a system moves is no overhead
             overheads = {name: value for name, value in overheads.items() if isinstance(value, bool)}
-        framework, config = Framework(**only_known(pick(overheads, side or "chosen"), Framework)), row.config
+        side = side or "chosen"
+        framework, config = Framework(**only_known(pick(overheads, side), Framework)), row.config
         if "reach" in entry:
             config = replace(config, accuracy=replace(config.accuracy, reach=entry["reach"]))
         if not has_draft(config):  # so that the same simulation runs once
             config = replace(config, gamma=0, acceptance=1.0, rejected_token_model="optimistic")
+        hardware = replace(find_hardware(row.hardware, side), **row.rates)
         return Case(row.model, _TOKENS, hardware, framework, config, row.draft_s)
 
 

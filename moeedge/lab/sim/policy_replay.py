@@ -1,16 +1,12 @@
 """One policy, or a bound, on the batches of a trace, with transfers that take no time (docs/lab/traces.md, Replay).
 
-A policy plans as it does in the engine: after each batch with the token that the target added, and before the next one
-with the drafts, where the trace holds tokens. Its uploads are there at once. Then the batch comes, and experts that are
-resident are hits: the engine finds the same where it waits for transfers (tests/lab/sim/test_replay_engine.py).
-Policies that plan before every layer do so as in the engine (`StepDriver.push_layer`): what they push before a layer is
-there for the layers after it; of a layer the experts that are resident when it is computed are hits.
+A policy plans as it does in the engine; its uploads are there at once, for policies that plan before every layer at the
+next layer. The engine finds the same hits where it waits for transfers (tests/lab/sim/test_replay_engine.py).
 
 Two bounds know the future. All layers share their slots; a policy that gives every layer its own slots is bounded as
 well. A prefill is not a step: its uses are not hits, but belady may keep what it used.
 
-oracle  Before every step the slots hold the experts that most of its tokens use. No policy that moves experts between
-        steps finds more (token, expert) pairs resident. Transfers are not counted, and it looks one step ahead.
+oracle  Before every step the slots hold the experts that most of its tokens use.
 belady  MIN with bypass (Belady, "A study of replacement algorithms for a virtual-storage computer", IBM Systems Journal
         5(2), 1966): after every step, of the resident and the just used experts, the slots keep those that are used
         again soonest. All experts of a step are used at once and a used expert need not stay, so the choice is one of
@@ -21,36 +17,29 @@ belady  MIN with bypass (Belady, "A study of replacement algorithms for a virtua
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.experts import BoolArray, IntArray
+from moeedge.experts import BoolArray, IndexArray, IntArray
 from moeedge.lab.sim.expert_budgets import BudgetedTrace
 from moeedge.lab.sim.noisy_predictor import BatchPredictions
-from moeedge.lab.traces.schedule import Batch, Chunk
+from moeedge.lab.traces.schedule import Batch
 from moeedge.policies.base import CacheShape, ExpertPrediction, Plan, Policy
 from moeedge.scheduler.driver import StepDriver
-from moeedge.scheduler.stats import PlacementStats
-
-IndexArray = NDArray[np.intp]
 
 
 class Slots:
-    """An expert store (scheduler/driver.py); `resident` is uint8 [n_layers, n_experts], 1 for an expert in a slot."""
+    """The slots of a cache; `resident` is uint8 [n_layers, n_experts], 1 for an expert in a slot."""
 
     def __init__(self, shape: CacheShape) -> None:
         self.shape = shape
         self.resident = np.zeros((shape.n_layers, shape.n_experts), dtype=np.uint8)
         self._flat = self.resident.reshape(-1)  # a view
         self._held = [0] * shape.n_groups
-
-    def residency(self) -> NDArray[np.uint8]:
-        """`resident`, which the next plan changes."""
-        return self.resident
 
     def push(self, plan: Plan) -> IndexArray:
         """Uploads in order, each into a free slot or that of its group's next victim; returns the flat ids uploaded.
@@ -104,7 +93,7 @@ class HitStats:
     @property
     def hit_rate_pairs(self) -> float:
         """Share of the pairs whose expert was resident; 0 without any."""
-        return PlacementStats.hit_rate_pairs.compute(self) or 0.0
+        return self.pairs_hit / max(self.pairs, 1)
 
     @property
     def hit_rate_experts(self) -> float:
@@ -126,18 +115,14 @@ class ReplayStats:
     bytes: int = 0  # of the uploads, where the sizes of experts are known
     judged: int = 0  # (batch, layer, expert) triples called hot or cold
     judged_right: int = 0
-    pairs_hit_by_batch: list[int] = field(default_factory=list)  # 0 for prompts
-    uploads_until: list[int] = field(default_factory=list)  # the sum of uploads as each batch ended
+    until: list[tuple[int, int]] = field(default_factory=list)  # pairs hit and uploads, summed, as each batch ended
     budgeted: BudgetedTrace | None = None  # the expert budget that limited the batches, with its figures
 
-    def add(self, chunk: Chunk, resident: NDArray[np.bool_]) -> None:
-        """Adds the hits of a chunk; resident [n_batches, n_layers, n_experts] as each batch began."""
-        hit = np.where(resident, chunk.counts, 0).sum(axis=(1, 2))
-        self.pairs_hit_by_batch += np.where(chunk.counted, hit, 0).tolist()
-        if chunk.counted.all():
-            self.hits.add(chunk.counts, resident)
-        else:
-            self.hits.add(chunk.counts[chunk.counted], resident[chunk.counted])
+    def add(self, batch: Batch, resident: BoolArray) -> None:
+        """Adds a batch, whose layers found these experts [n_layers, n_experts]; of a prompt no hits."""
+        if not batch.prefill:
+            self.hits.add(batch.counts, resident)
+        self.until.append((self.hits.pairs_hit, self.hits.uploads))
 
 
 class PolicyReplay:
@@ -160,7 +145,7 @@ class PolicyReplay:
         self.stats = ReplayStats()
         self._driver = StepDriver(policy, self, refills=True)
         self._shape = shape
-        self._expert_layers = np.flatnonzero(shape.group >= 0)
+        self._expert_layers = shape.expert_layers
         self._execution_model, self._required_inputs = policy.execution_model, policy.required_inputs
         self._expert_bytes = expert_bytes
         self._fresh_policy = fresh_policy
@@ -168,37 +153,22 @@ class PolicyReplay:
         self._credit = 0.0  # uploads that the link could have carried until now and did not
         self._plan: Plan | None = None  # the newest
         self._is_planned = True  # since the last batch, if there was one
-        self._loaded: NDArray[np.bool_] | None = None  # experts that the last batch of a device-only system loaded
+        self._loaded: BoolArray | None = None  # experts that the last batch of a device-only system loaded
 
-    def run(self, chunk: Chunk, predictions: Sequence[BatchPredictions | None] | None = None) -> None:
-        """Replays all batches of the chunk; `predictions` has an entry for each."""
-        resident = np.zeros(chunk.counts.shape, dtype=np.bool_)
-        hot = np.zeros(chunk.counts.shape, dtype=np.bool_)
-        for index, batch in enumerate(chunk.batches):
-            self._begin_batch(batch)
-            if not batch.prefill:
-                prediction = None if predictions is None else predictions[index]
-                plan = self._plan_draft(batch, prediction)
-                if self._driver.keeps_loads:
-                    self._keep_loads(batch, resident[index])
-                elif self._driver.plans_layers and (
-                    prediction is not None or "block-inputs" not in self._required_inputs
-                ):
-                    self._plan_layers(resident[index], prediction)
-                else:
-                    np.copyto(resident[index], self.slots.resident, casting="unsafe")
-                hot[index] = plan.utility >= 1.0 if plan.expected is None else plan.expected >= HOT_FROM
-                if self._execution_model.device_only:
-                    self._loaded = (batch.counts > 0) & ~resident[index]
-                    self.stats.on_demand += np.count_nonzero(self._loaded)
-                    self._count_uploads(np.flatnonzero(self._loaded))
-            elif self._driver.keeps_loads:
-                self._keep_loads(batch, np.zeros_like(resident[index]))
-            self._driver.observe(batch)
-            self._is_planned = False
-            self.stats.uploads_until.append(self.stats.hits.uploads)
-        self.stats.add(chunk, resident)
-        self._judge(chunk, hot)
+    def run(self, batch: Batch, predictions: BatchPredictions | None = None) -> None:
+        """Replays the next batch."""
+        self._begin(batch)
+        if not batch.prefill:
+            self._plan_draft(batch, predictions)
+        found = self._compute(batch, predictions)
+        if not batch.prefill and self._execution_model.device_only:
+            self._loaded = (batch.counts > 0) & ~found
+            self.stats.on_demand += np.count_nonzero(self._loaded)
+            self._count_uploads(np.flatnonzero(self._loaded))
+        self._judge(batch)
+        self._driver.observe(batch)
+        self._is_planned = False
+        self.stats.add(batch, found)
 
     def residency(self) -> NDArray[np.uint8]:
         """uint8 [n_layers, n_experts], 1 for an expert in a slot."""
@@ -218,7 +188,7 @@ class PolicyReplay:
         self._credit -= moved.size
         self._count_uploads(moved)
 
-    def _begin_batch(self, batch: Batch) -> None:
+    def _begin(self, batch: Batch) -> None:
         """Plans after the batch before, as the engine does at once, now that the first token of this one is known."""
         if self._uploads_per_batch is not None and not batch.prefill:
             self._credit = min(self._credit, 1.0) + self._uploads_per_batch
@@ -239,45 +209,51 @@ class PolicyReplay:
         self._is_planned = True
         self._loaded = None  # what was not kept is dropped
 
-    def _plan_draft(self, batch: Batch, prediction: BatchPredictions | None) -> Plan:
-        """Plans for the drafts, where something is known of them; returns the plan that stands."""
+    def _plan_draft(self, batch: Batch, predictions: BatchPredictions | None) -> None:
+        """Plans for the drafts, where something is known of them."""
         early: ExpertPrediction | None = None
-        if prediction is not None and "draft-inputs" in self._required_inputs:  # never computes its last token
-            early = prediction.of_draft(max(batch.n_tokens - 1, 1))
+        if predictions is not None and "draft-inputs" in self._required_inputs:  # never computes its last token
+            early = predictions.of_draft(max(batch.n_tokens - 1, 1))
         if len(batch.known_tokens) > 1 or early is not None:
             self._plan = self._driver.plan_draft(batch.known_tokens, early, batch.hidden_states)
             self._driver.push()
-        assert self._plan is not None
-        return self._plan
 
-    def _plan_layers(self, resident: NDArray[np.bool_], prediction: BatchPredictions | None) -> None:
-        """Plans and pushes before every layer; sets `resident` [n_layers, n_experts] to what each layer finds."""
-        for layer in self._expert_layers.tolist():
-            self._driver.push_layer(layer, None if prediction is None else prediction.of_gates(layer))
-            np.copyto(resident[layer], self.slots.resident[layer], casting="unsafe")
+    def _compute(self, batch: Batch, predictions: BatchPredictions | None) -> BoolArray:
+        """The experts that each layer finds, bool [n_layers, n_experts], where plans and loads change them between."""
+        driver, resident = self._driver, self.slots.resident
+        found: BoolArray = resident.astype(np.bool_)
+        if driver.keeps_loads:
+            if batch.n_tokens > (self._execution_model.cached_tokens_max or batch.n_tokens):
+                return found
+            found[:] = False
+            for layer in self._expert_layers.tolist():
+                plan = driver.plan_load(layer, batch.counts[layer])
+                if plan is not None:
+                    found[layer] = resident[layer] != 0
+                    self.slots.push(plan)
+        elif driver.plans_layers and not batch.prefill:
+            if predictions is None and "block-inputs" in self._required_inputs:
+                return found
+            for layer in self._expert_layers.tolist():
+                driver.push_layer(layer, None if predictions is None else predictions.of_gates(layer))
+                found[layer] = resident[layer] != 0
+        return found
 
-    def _keep_loads(self, batch: Batch, resident: NDArray[np.bool_]) -> None:
-        """Layer by layer gives the missing experts their slots; sets `resident` to what each layer found."""
-        if batch.n_tokens > (self._execution_model.cached_tokens_max or batch.n_tokens):
-            np.copyto(resident, self.slots.resident, casting="unsafe")
-            return
-        for layer in self._expert_layers.tolist():
-            plan = self._driver.plan_load(layer, batch.counts[layer])
-            if plan is not None:
-                np.copyto(resident[layer], self.slots.resident[layer], casting="unsafe")
-                self.slots.push(plan)
-
-    def _count_uploads(self, flat_ids: NDArray[np.intp]) -> None:
+    def _count_uploads(self, flat_ids: IndexArray) -> None:
         self.stats.hits.uploads += flat_ids.size
         if self._expert_bytes is not None and flat_ids.size:
             self.stats.bytes += int(self._expert_bytes[flat_ids // self._shape.n_experts].sum())
 
-    def _judge(self, chunk: Chunk, hot: NDArray[np.bool_]) -> None:
+    def _judge(self, batch: Batch) -> None:
         """Counts experts rightly called hot or cold; the first batch of a text is not judged: all of it is new."""
-        judged = np.flatnonzero(chunk.counted & [not batch.is_first for batch in chunk.batches])
-        right = hot[judged] == (chunk.counts[judged] > 0)
-        self.stats.judged += judged.size * self._expert_layers.size * self._shape.n_experts
-        self.stats.judged_right += int(np.count_nonzero(right[:, self._expert_layers]))
+        if batch.prefill or batch.is_first:
+            return
+        assert self._plan is not None
+        expected = self._plan.expected
+        hot = self._plan.utility >= 1.0 if expected is None else expected >= HOT_FROM
+        right = (hot == (batch.counts > 0))[self._expert_layers]
+        self.stats.judged += right.size
+        self.stats.judged_right += int(np.count_nonzero(right))
 
 
 NEVER = np.iinfo(np.int32).max  # the next use of an expert that is not used again
@@ -289,59 +265,28 @@ FlatIds = NDArray[np.int32]
 class NextUse:
     """For every batch the flat ids of the experts that it uses, and the batch that uses each of them next.
 
-    chunks: pairs of activations [n_batches, n_layers, n_experts] and bool [n_batches], whether uses by the batch count.
+    The uses by prompts do not count as next ones.
     """
 
-    def __init__(self, chunks: Iterable[tuple[IntArray, BoolArray]]) -> None:
+    def __init__(self, batches: Iterable[Batch]) -> None:
         self._used: list[FlatIds] = []
         counted: list[bool] = []
-        self.n_flat = 0  # flat ids
-        for counts, counts_as_use in chunks:
-            flat = counts.reshape(len(counts), -1)
-            self.n_flat = flat.shape[1]
-            self._used += [np.flatnonzero(row).astype(np.int32) for row in flat]
-            counted += counts_as_use.tolist()
+        n_flat = 0
+        for batch in batches:
+            n_flat = batch.counts.size
+            self._used.append(np.flatnonzero(batch.counts).astype(np.int32))
+            counted.append(not batch.prefill)
         self._next: list[NDArray[np.int32]] = [np.zeros(0, dtype=np.int32)] * len(self._used)
-        coming = np.full(self.n_flat, NEVER, dtype=np.int32)
-        for batch in range(len(self._used) - 1, -1, -1):
-            flat_ids = self._used[batch]
-            self._next[batch] = coming[flat_ids]
-            if counted[batch]:
-                coming[flat_ids] = batch
-        self.first = coming  # [n_flat], the first batch that uses each expert
+        coming = np.full(n_flat, NEVER, dtype=np.int32)
+        for number in range(len(self._used) - 1, -1, -1):
+            flat_ids = self._used[number]
+            self._next[number] = coming[flat_ids]
+            if counted[number]:
+                coming[flat_ids] = number
 
     def of(self, batch: int) -> tuple[FlatIds, NDArray[np.int32]]:
         """Flat ids [n] that the batch uses and the batch [n] that uses each of them next (NEVER: none)."""
         return self._used[batch], self._next[batch]
-
-
-def oracle_residency(counts: IntArray, resident: BoolArray, capacity: int) -> BoolArray:
-    """The `capacity` experts with the highest `counts` [n]; of equal ones those that are `resident` [n]; bool [n].
-
-    Slots that the step does not need stay as they are.
-    """
-    kept = np.zeros(counts.size, dtype=np.bool_)
-    capacity = min(capacity, counts.size)
-    if capacity:
-        score = 2 * counts + resident
-        best = (-score).argsort(kind="stable")[:capacity]  # a partition's choice among equals depends on the processor
-        kept[best[score[best] > 0]] = True
-    return kept
-
-
-def belady_residency(resident: BoolArray, used: FlatIds, coming: NDArray[np.int32], capacity: int) -> BoolArray:
-    """Of the `resident` experts [n] and the flat ids `used` just now the `capacity` used next soonest; bool [n].
-
-    coming  [n], the batch that uses each expert next; a used expert that is NEVER used again does not stay
-    """
-    kept: BoolArray = resident.copy()
-    kept[used[coming[used] < NEVER]] = True
-    held = np.flatnonzero(kept)
-    if held.size > capacity:
-        # of experts that are used next in the same batch no layer's come first, whatever the processor
-        spread = held * _SPREAD & 0xFFFFFFFF
-        kept[held[np.lexsort((spread, coming[held]))[capacity:]]] = False
-    return kept
 
 
 class BoundReplay:
@@ -351,26 +296,44 @@ class BoundReplay:
         self.stats = ReplayStats()
         n = shape.n_layers * shape.n_experts
         self._capacity = int(shape.capacity.sum())
-        self._resident = np.zeros(n, dtype=np.bool_)  # by flat id
+        self._resident: BoolArray = np.zeros(n, dtype=np.bool_)  # by flat id
         self._next_use = next_use
         self._coming = np.full(n, NEVER, dtype=np.int32)  # the batch that uses each expert next
 
-    def run(self, chunk: Chunk) -> None:
-        """Replays all batches of the chunk."""
-        resident = np.zeros(chunk.counts.shape, dtype=np.bool_)
-        for index in range(len(chunk.counts)):
-            began = resident[index].reshape(-1)
-            if self._next_use is not None:
-                began[:] = self._resident
-                used, following = self._next_use.of(chunk.first + index)
-                self._coming[used] = following
-                self._hold(belady_residency(self._resident, used, self._coming, self._capacity))
-            elif chunk.counted[index]:
-                self._hold(oracle_residency(chunk.counts[index].reshape(-1), self._resident, self._capacity))
-                began[:] = self._resident
-            self.stats.uploads_until.append(self.stats.hits.uploads)
-        self.stats.add(chunk, resident)
+    def run(self, batch: Batch, predictions: BatchPredictions | None = None) -> None:
+        """Replays the next batch; a bound needs no predictions."""
+        found = self._resident
+        if self._next_use is not None:
+            used, following = self._next_use.of(len(self.stats.until))
+            self._coming[used] = following
+            self._hold(self._used_soonest(used))
+        elif not batch.prefill:
+            self._hold(self._used_most(batch.counts.reshape(-1)))
+            found = self._resident
+        self.stats.add(batch, found.reshape(batch.counts.shape))
 
-    def _hold(self, resident: NDArray[np.bool_]) -> None:
+    def _hold(self, resident: BoolArray) -> None:
         self.stats.hits.uploads += int(np.count_nonzero(resident & ~self._resident))
         self._resident = resident
+
+    def _used_most(self, counts: IntArray) -> BoolArray:
+        """The experts with the highest `counts` [n] for which there are slots; of equal ones the resident ones.
+
+        Slots that the step does not need stay as they are.
+        """
+        score = 2 * counts + self._resident
+        best = (-score).argsort(kind="stable")  # a partition's choice among equals depends on the processor
+        best = best[: self._capacity]
+        kept: BoolArray = np.zeros(counts.size, dtype=np.bool_)
+        kept[best[score[best] > 0]] = True
+        return kept
+
+    def _used_soonest(self, used: FlatIds) -> BoolArray:
+        """Of the resident and the just `used` experts those that are used next soonest, none that is never used."""
+        kept: BoolArray = self._resident.copy()
+        kept[used[self._coming[used] < NEVER]] = True
+        held = np.flatnonzero(kept)
+        # of experts that are used next in the same batch no layer's come first, whatever the processor
+        spread = held * _SPREAD & 0xFFFFFFFF
+        kept[held[np.lexsort((spread, self._coming[held]))[self._capacity :]]] = False
+        return kept

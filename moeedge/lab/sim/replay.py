@@ -1,12 +1,13 @@
 """Replays a trace under many policies (sim/policy_replay.py), and describes the results in rows.
 
-All policies and cache ratios go through the trace together, chunk by chunk: windows are counted once.
+All policies and cache ratios go through the trace together, batch by batch: windows are counted once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -15,15 +16,59 @@ from numpy.typing import NDArray
 from moeedge.errors import require
 from moeedge.hardware.provenance import Provenance
 from moeedge.lab.sim.expert_budgets import BudgetedTrace
-from moeedge.lab.sim.noisy_predictor import NO_PREDICTOR, BatchPredictions, NoisyPredictor, PredictorAccuracy
+from moeedge.lab.sim.noisy_predictor import NO_PREDICTOR, NoisyPredictor, PredictorAccuracy
 from moeedge.lab.sim.policy_replay import BoundReplay, NextUse, PolicyReplay, ReplayStats
-from moeedge.lab.traces.schedule import AcceptanceSource, Schedule, cache_shape
-from moeedge.policies.base import Policy, PolicyConfig
+from moeedge.lab.traces.schedule import AcceptanceSource, Batch, Schedule, cache_shape
+from moeedge.policies.base import PolicyConfig
 from moeedge.policies.cost_model import CostModel
 from moeedge.policies.expert_budget import ExpertBudget, budget_record
 from moeedge.policies.registry import BOUNDS, TABLE, make_policy
 from moeedge.records import figure, filled
 from moeedge.run import NO_PROGRESS, Progress
+
+
+@dataclass(frozen=True, eq=False)
+class ReplayInput:
+    """A schedule to replay and what is known about it."""
+
+    schedule: Schedule
+    trace: str = ""  # name
+    texts: str = "all"  # which of the trace
+    profile: NDArray[np.int64] | None = None  # [n_layers, n_experts], activations in texts that are not replayed
+    expert_bytes: NDArray[np.int64] | None = None  # [n_layers]
+    provenance: Provenance | None = None
+    budgets: tuple[ExpertBudget | None, ...] | None = None  # None among them: no budget; instead of them: not asked for
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayConfig:
+    """What all inputs have in common."""
+
+    policies: tuple[str, ...]  # without bounds, which are always added
+    ratios: tuple[float, ...]  # of the experts that fit the slots
+    seed: int = 0
+    max_uploads: float | None = None  # per layer and batch, of what plans move; curves have limits of their own
+    fresh_memory: bool = False  # every text begins with an empty policy; what is on the device stays
+    accuracy: PredictorAccuracy = NO_PREDICTOR
+    cost_model: CostModel | None = None  # times that policies know
+    hardware: str | None = None  # whose
+
+    def __post_init__(self) -> None:
+        require(self.ratios, "nothing to replay: no cache ratio")
+        is_share = all(0 <= ratio <= 1 for ratio in self.ratios)
+        require(is_share, "the cache ratio (--cache-ratio) must be from 0 to 1 (1: all experts)")
+        is_limit = self.max_uploads is None or self.max_uploads >= 0
+        require(is_limit, f"the uploads per layer and step must be >= 0, not {self.max_uploads}")
+
+
+@dataclass(frozen=True)
+class ReplayArm:
+    """One policy or bound that goes through a trace."""
+
+    policy: str  # or a bound: oracle, belady
+    cache_ratio: float
+    max_uploads: float | None = None  # per layer and batch, of what plans move
+    budget: ExpertBudget | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +91,9 @@ class ReplaySetting:
     provenance: Provenance | None = figure("", prefix="", default=None)
 
 
-def setting_of(schedule: Schedule, cache_ratio: float) -> dict[str, Any]:
+def setting_of(given: ReplayInput, cache_ratio: float) -> dict[str, Any]:
     """The fields of a `ReplaySetting` that are neither the schedule's nor the configuration's."""
+    schedule = given.schedule
     rate, chance = schedule.acceptance_rate, schedule.acceptance_chance
     return {
         "model": schedule.trace.meta.model,
@@ -55,6 +101,7 @@ def setting_of(schedule: Schedule, cache_ratio: float) -> dict[str, Any]:
         "acceptance_rate": None if rate is None else round(rate, 6),
         "acceptance_chance": None if chance is None else round(chance, 6),
         "steps": schedule.n_steps,
+        "provenance": given.provenance,
     }
 
 
@@ -113,121 +160,74 @@ class ReplayRow(ReplaySetting):
         return row | {**(row.pop("expert_budget") or {}), **(row.pop("provenance") or {})}
 
 
-@dataclass(frozen=True)
-class ReplayArm:
-    """One policy or bound that goes through a trace."""
-
-    policy: str  # or a bound: oracle, belady
-    cache_ratio: float
-    max_uploads: float | None = None  # per layer and batch, of what plans move
-    budget: ExpertBudget | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReplayConfig:
-    """What is replayed on a schedule."""
-
-    policies: tuple[str, ...]  # none: the bounds alone
-    ratios: tuple[float, ...]  # of the experts that fit the slots
-    seed: int = 0
-    max_uploads: float | None = None  # per layer and batch, of what plans move
-    fresh_memory: bool = False  # every text begins with an empty policy; what is on the device stays
-    expert_bytes: NDArray[np.int64] | None = None  # [n_layers]
-    profile: NDArray[np.int64] | None = None  # [n_layers, n_experts], activations elsewhere, for guided policies
-    accuracy: PredictorAccuracy = NO_PREDICTOR
-    cost_model: CostModel | None = None  # times that policies know
-    hardware: str | None = None  # whose
-    budgets: tuple[ExpertBudget | None, ...] | None = None  # None among them: no budget; instead of them: not asked for
-
-    def __post_init__(self) -> None:
-        require(self.ratios, "nothing to replay: no cache ratio")
-        is_share = all(0 <= ratio <= 1 for ratio in self.ratios)
-        require(is_share, "the cache ratio (--cache-ratio) must be from 0 to 1 (1: all experts)")
-        is_limit = self.max_uploads is None or self.max_uploads >= 0
-        require(is_limit, f"the uploads per layer and step must be >= 0, not {self.max_uploads}")
-
-
-def replay(schedule: Schedule, config: ReplayConfig, progress: Progress = NO_PROGRESS) -> list[ReplayRow]:
-    """A row for every cache ratio and policy, in the order of `config`; after each ratio's policies the bounds.
+def replay(given: ReplayInput, config: ReplayConfig, progress: Progress = NO_PROGRESS) -> list[ReplayRow]:
+    """A row for every cache ratio, budget and policy, in the order of `config`; after the policies the bounds.
 
     progress: of a task whose unit is a batch. Raises ValueError for an unknown policy.
     """
     arms = [
         ReplayArm(name, ratio, None if name in BOUNDS else config.max_uploads, budget)
         for ratio in config.ratios
-        for budget in config.budgets or (None,)
+        for budget in given.budgets or (None,)
         for name in (*config.policies, *BOUNDS)
     ]
-    found = replay_arms(schedule, arms, config, progress)
-    by_arm = dict(zip(arms, found, strict=True))
-    return [_row(schedule, config, arm, by_arm) for arm in arms]
+    by_arm = dict(zip(arms, replay_arms(given, arms, config, progress), strict=True))
+    return [_row(given, config, arm, by_arm) for arm in arms]
 
 
 def replay_arms(
-    schedule: Schedule, arms: Sequence[ReplayArm], config: ReplayConfig, progress: Progress = NO_PROGRESS
+    given: ReplayInput, arms: Sequence[ReplayArm], config: ReplayConfig, progress: Progress = NO_PROGRESS
 ) -> list[ReplayStats]:
-    """What each arm found; of `config` what all arms share: seed, bytes, profile, predictors, memory between texts.
+    """What each arm found. Of `config` what all arms share is read: seed, predictors, times, memory between texts.
 
     Arms of the same expert budget go through the same experts. Predictors predict what the router chooses.
     """
-    budgeted = {
-        arm.budget: BudgetedTrace(schedule.trace, arm.budget)
-        for arm in arms
-        if arm.budget is not None or config.budgets is not None
-    }
+    schedule = given.schedule
+    budgeted = {arm.budget: BudgetedTrace(schedule.trace, arm.budget) for arm in arms if given.budgets is not None}
     next_use: dict[ExpertBudget | None, NextUse] = {}
     progress.phase("reading ahead")
     for budget in dict.fromkeys(arm.budget for arm in arms if arm.policy == "belady"):
         uncounted = BudgetedTrace(schedule.trace, budget)
-        chunks = (chunk if budget is None else uncounted.limited_chunk(chunk) for chunk in schedule.chunks())
-        next_use[budget] = NextUse((chunk.counts, chunk.counted) for chunk in chunks)
+        next_use[budget] = NextUse(uncounted.limited(batch) for batch in batches_of(schedule))
     replays: list[PolicyReplay | BoundReplay] = []
     for arm in arms:
         if arm.policy in BOUNDS:
             shape = cache_shape(schedule.trace, arm.cache_ratio)
             replays.append(BoundReplay(shape, next_use[arm.budget] if arm.policy == "belady" else None))
         else:
-            replays.append(_policy_replay(schedule, arm, config))
+            replays.append(_policy_replay(given, arm, config))
     sources = [config.accuracy.source_for(TABLE[arm.policy].make.required_inputs) for arm in arms]
     popularity = profile_of(schedule).astype(np.float64) if any(sources) else np.zeros((0, 0))
     predictor = NoisyPredictor(popularity, config.accuracy, config.seed)
     progress.phase("replaying")
-    for chunk in schedule.chunks():
-        predictions: list[BatchPredictions | None] = []
-        if any(sources):
-            predictions = [None if batch.prefill else predictor.predict(batch.ids) for batch in chunk.batches]
-        limited = {budget: trace.limited_chunk(chunk) for budget, trace in budgeted.items()}
+    for batch in batches_of(schedule):
+        predictions = predictor.predict(batch.ids) if any(sources) and not batch.prefill else None
+        limited = {budget: trace.limited(batch) for budget, trace in budgeted.items()}
         for arm, source, arm_replay in zip(arms, sources, replays, strict=True):
-            own = limited.get(arm.budget, chunk)
-            if isinstance(arm_replay, BoundReplay):
-                arm_replay.run(own)
-            else:
-                arm_replay.run(own, None if source is None else predictions)
-            progress.add(len(chunk.batches) / len(arms))
+            arm_replay.run(limited.get(arm.budget, batch), None if source is None else predictions)
+        progress.add()
     for arm, arm_replay in zip(arms, replays, strict=True):
         arm_replay.stats.budgeted = budgeted.get(arm.budget)
     return [arm_replay.stats for arm_replay in replays]
 
 
-def _policy_replay(schedule: Schedule, arm: ReplayArm, config: ReplayConfig) -> PolicyReplay:
+def batches_of(schedule: Schedule) -> Iterator[Batch]:
+    """All batches in order, those of a chunk at once."""
+    return (batch for chunk in schedule.chunks() for batch in chunk.batches)
+
+
+def _policy_replay(given: ReplayInput, arm: ReplayArm, config: ReplayConfig) -> PolicyReplay:
+    schedule, limit = given.schedule, arm.max_uploads
     shape = cache_shape(schedule.trace, arm.cache_ratio)
     policy_config = PolicyConfig(
         gamma=schedule.gamma,
-        profile=config.profile,
+        profile=given.profile,
         cost_model=config.cost_model,
-        max_uploads=None if arm.max_uploads is None else arm.max_uploads * len(schedule.trace.expert_layers()),
+        max_uploads=None if limit is None else limit * len(schedule.trace.expert_layers()),
     )
-
-    def make() -> Policy:
-        return make_policy(arm.policy, shape, policy_config)
-
-    return PolicyReplay(
-        make(),
-        shape,
-        max_uploads=arm.max_uploads,
-        expert_bytes=config.expert_bytes,
-        fresh_policy=make if config.fresh_memory else None,
-    )
+    make = partial(make_policy, arm.policy, shape, policy_config)
+    fresh_policy = make if config.fresh_memory else None
+    return PolicyReplay(make(), shape, max_uploads=limit, expert_bytes=given.expert_bytes, fresh_policy=fresh_policy)
 
 
 def lacks_predictor(policy: str, accuracy: PredictorAccuracy) -> bool:
@@ -240,25 +240,25 @@ def profile_of(schedule: Schedule) -> NDArray[np.int64]:
     """Activations int64 [n_layers, n_experts] of all batches, including prompts."""
     meta = schedule.trace.meta
     total = np.zeros((meta.n_layers, meta.n_experts), dtype=np.int64)
-    for chunk in schedule.chunks():
-        total += chunk.counts.sum(axis=0)
+    for batch in batches_of(schedule):
+        total += batch.counts
     return total
 
 
-def _row(schedule: Schedule, config: ReplayConfig, arm: ReplayArm, found: Mapping[ReplayArm, ReplayStats]) -> ReplayRow:
-    stats = found[arm]
+def _row(given: ReplayInput, config: ReplayConfig, arm: ReplayArm, found: Mapping[ReplayArm, ReplayStats]) -> ReplayRow:
+    schedule, stats = given.schedule, found[arm]
     oracle, belady = (found[replace(arm, policy=name, max_uploads=None)] for name in ("oracle", "belady"))
     n_layers = len(schedule.trace.expert_layers())
     layer_steps = max(schedule.n_steps * n_layers, 1)
     hit_rate, oracle_hit_rate = round(stats.hits.hit_rate_pairs, 6), round(oracle.hits.hit_rate_pairs, 6)
-    knows_bytes = config.expert_bytes is not None and arm.policy not in BOUNDS
+    knows_bytes = given.expert_bytes is not None and arm.policy not in BOUNDS
     source = config.accuracy.source_for(TABLE[arm.policy].make.required_inputs)
     execution = TABLE[arm.policy].make.execution_model
     is_within_step = execution.prefetch_within_step or execution.refills_within_step or execution.keeps_loads
     return filled(
         ReplayRow,
         *(config, arm, schedule),
-        **setting_of(schedule, arm.cache_ratio),
+        **setting_of(given, arm.cache_ratio),
         hit_rate_pairs=hit_rate,
         hit_rate_experts=round(stats.hits.hit_rate_experts, 6),
         uploads_per_layer_step=round(stats.hits.uploads / layer_steps, 6),
@@ -273,7 +273,7 @@ def _row(schedule: Schedule, config: ReplayConfig, arm: ReplayArm, found: Mappin
         predictor_accuracy=None if source is None else config.accuracy.of(source),
         token_ids=schedule.has_tokens,
         draft_hidden_states=schedule.has_hidden_states,
-        profile=config.profile is not None,
+        profile=given.profile is not None,
         texts=schedule.n_texts,
         tokens_per_step=round(schedule.tokens_per_step, 6),
         without_predictor=lacks_predictor(arm.policy, config.accuracy),

@@ -30,60 +30,36 @@ def to_ns(seconds: float) -> int:
     return round(seconds * 1e9)
 
 
-@dataclass(frozen=True, kw_only=True)
-class CallTimes:
-    """Seconds of one call as far as nothing else hides them."""
-
-    blocking_copy_s: float  # between pageable memory and the GPU, with its own synchronisation
-    queued_copy_s: float  # between pinned memory and the GPU, in the order of a queue
-    wait_s: float  # from the end of the GPU's work until the host goes on
-    sync_s: float  # a synchronisation that finds nothing to wait for
-    event_s: float  # recording an event, or making a queue wait for one
-    launch_s: float  # a graph, from the call to its first kernel
-    cpu_region_s: float  # starting and joining the CPU's threads, for one graph
-    divide_s: float  # dividing a block of one token: picking slots, gathering and scattering columns
-    pageable_bytes_per_s: float
+# calls of the counting device, and the constant of handoffs.json that each of them takes
+_CALL_TIMES = {
+    **dict.fromkeys(("gets", "sets"), "blocking_copy_s"),  # of pageable memory, with a synchronisation of its own
+    **dict.fromkeys(("gets_async", "sets_async"), "queued_copy_s"),  # of pinned memory, in the order of a queue
+    "waits": "wait_s",  # from the end of the GPU's work until the host goes on
+    "syncs": "sync_s",  # that find nothing to wait for
+    "events": "event_s",
+    "launches": "launch_s",  # of a graph, from the call to its first kernel
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calls:
-    """What the host asks of the GPU at one moment of a layer; the names are those of the counting device."""
+    """What the host asks of the GPU at one moment of a layer."""
 
-    gets: float = 0  # blocking
-    sets: float = 0
-    gets_async: float = 0
-    sets_async: float = 0
-    copies: float = 0  # within the device
-    events: float = 0
-    waits: float = 0
-    syncs: float = 0  # that find nothing to wait for
-    launches: float = 0
-    bytes_up: float = 0
-    bytes_down: float = 0
-
-    def seconds(self, times: CallTimes, link_bytes_per_s: float, scale: float = 1.0) -> float:
-        """Their time with `scale` times the bytes; blocking copies are of pageable memory."""
-        blocking, queued = self.gets + self.sets, self.gets_async + self.sets_async + self.copies
-        bytes_per_s = times.pageable_bytes_per_s if blocking else link_bytes_per_s
-        return (
-            blocking * times.blocking_copy_s
-            + queued * times.queued_copy_s
-            + self.events * times.event_s
-            + self.waits * times.wait_s
-            + self.syncs * times.sync_s
-            + self.launches * times.launch_s
-            + scale * (self.bytes_up + self.bytes_down) / bytes_per_s
-        )
+    fixed_s: float  # apart from the bytes
+    n_bytes: float  # up or down
+    blocking: bool  # the bytes are of pageable memory
 
 
 @dataclass(frozen=True, kw_only=True)
 class Handoff:
-    """How a program shares layers with the host, and what its calls cost."""
+    """How a program shares layers with the host, and what its calls cost as far as nothing else hides them."""
 
     name: str
     one: dict[str, Calls]  # of one token, by moment: down, submit, join, up; hidden: while the GPU computes, no time
     nine: dict[str, Calls]  # of nine tokens; other numbers in proportion to the bytes
-    times: CallTimes
+    cpu_region_s: float  # starting and joining the CPU's threads, for one graph
+    token_divide_s: float  # dividing a block of one token: picking slots, gathering and scattering columns
+    pageable_bytes_per_s: float
     cpu_regions: int = 1  # graphs that the CPU's threads compute per layer, at least one of them the missing experts
     divides: bool = False  # both sides compute a part of the same layer
     launched_ahead: bool = False  # the GPU's half starts before the host knows the layer's experts
@@ -93,20 +69,38 @@ class Handoff:
     def seconds(self, moment: str, n_tokens: int, link_bytes_per_s: float) -> float:
         """The time of one of the moments in a layer with so many tokens."""
         moments, scale = (self.one, 1.0) if n_tokens == 1 else (self.nine, n_tokens / _COUNTED_TOKENS)
-        return moments.get(moment, Calls()).seconds(self.times, link_bytes_per_s, scale)
+        if moment not in moments:
+            return 0.0
+        calls = moments[moment]
+        return calls.fixed_s + scale * calls.n_bytes / (
+            self.pageable_bytes_per_s if calls.blocking else link_bytes_per_s
+        )
 
     def divide_s(self, n_tokens: int) -> float:
         """Dividing a block between the sides; 0 where they do not share one."""
-        return n_tokens * self.times.divide_s if self.divides else 0.0
+        return n_tokens * self.token_divide_s if self.divides else 0.0
 
 
 def find_handoff(name: str, side: Side = "chosen") -> Handoff:
     """A program's handoff, with one side of the constants."""
     data = read_data("handoffs.json")
     values = only_known(pick(entry_of(data["programs"], name), side), Handoff)
+    times = pick(data["calls"], side)
+
+    def timed(counts: dict[str, float]) -> Calls:
+        fixed_s = sum(counts.get(call, 0) * times[constant] for call, constant in _CALL_TIMES.items())
+        n_bytes = counts.get("bytes_up", 0) + counts.get("bytes_down", 0)
+        return Calls(fixed_s=fixed_s, n_bytes=n_bytes, blocking=bool({"gets", "sets"} & counts.keys()))
+
     for tokens in ("one", "nine"):
-        values[tokens] = {moment: Calls(**calls) for moment, calls in values[tokens].items()}
-    return Handoff(name=name, times=CallTimes(**only_known(pick(data["calls"], side), CallTimes)), **values)
+        values[tokens] = {moment: timed(counts) for moment, counts in values[tokens].items()}
+    return Handoff(
+        name=name,
+        cpu_region_s=times["cpu_region_s"],
+        token_divide_s=times["divide_s"],
+        pageable_bytes_per_s=times["pageable_bytes_per_s"],
+        **values,
+    )
 
 
 TOKENS_MAX = 256  # of one expert: where the curves end
@@ -136,17 +130,6 @@ class HardwareSpec:
             require(getattr(self, name) > 0, f"{name} must be > 0")
         for name in ("link_latency_s", "layer_overhead_s", "sync_s"):
             require(getattr(self, name) >= 0, f"{name} must be >= 0")
-
-    def cpu_only(self) -> HardwareSpec:
-        """The machine without its GPU: the CPU computes all. A layer starts as many threads as it launched kernels."""
-        return replace(
-            self,
-            name=self.name + _CPU_ONLY,
-            gpu_bytes_per_s=self.cpu_bytes_per_s,
-            gpu_flops=self.cpu_flops,
-            sync_s=0.0,
-            has_gpu=False,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,8 +218,10 @@ def find_hardware(text: str, side: Side = "chosen") -> HardwareSpec:
 
     Raises InputError for anything else.
     """
-    if text.endswith(_CPU_ONLY):
-        return find_hardware(text.removesuffix(_CPU_ONLY), side).cpu_only()
+    if text.endswith(_CPU_ONLY):  # the CPU computes all; a layer starts as many threads as it launched kernels
+        machine = find_hardware(text.removesuffix(_CPU_ONLY), side)
+        rates = {"gpu_bytes_per_s": machine.cpu_bytes_per_s, "gpu_flops": machine.cpu_flops}
+        return replace(machine, name=text, **rates, sync_s=0.0, has_gpu=False)
     known = builtin_hardware(side)
     if text in known:
         return known[text]
@@ -245,7 +230,6 @@ def find_hardware(text: str, side: Side = "chosen") -> HardwareSpec:
         raise InputError(f"Unknown hardware '{text}'.", hint)
     path = Path(text)
     entry: dict[str, Any] = {"name": path.stem} | read_json(path)
-    entry.pop("gpu_memory_bytes", None)  # of files up to 0.13.0; nothing reads it
     try:
         return HardwareSpec(**only_known(pick(entry, side), HardwareSpec))
     except (TypeError, ValueError) as error:
@@ -329,23 +313,21 @@ def measured_costs(units: CostModel, *, schedule_s: float = 0.0) -> StepCosts:
     )
 
 
-def calibration_file(hardware: str, model: str) -> Path | None:
-    """The calibration that `--hardware` asks for, None where it asks for other hardware.
+def calibrated_costs(hardware: str, model: str) -> tuple[StepCosts, str] | None:
+    """Costs and name of the calibration that `--hardware` asks for, None where it asks for other hardware.
 
     "this" is the newest calibration kept for a model file of this name; any other is named by its file. Raises
-    InputError where "this" has none.
+    InputError where "this" has none, and for a file without unit times.
     """
-    if hardware != "this":
+    if hardware == "this":
+        files = measurement_files(model)
+        if not files:
+            raise InputError(f"No calibration is kept for {model}.", f"Run moeedge calibrate -m {model} first.")
+        path = files[-1]
+    else:
         path = Path(hardware)
-        return path if path.suffix == ".json" and path.exists() and "units" in read_json(path) else None
-    files = measurement_files(model)
-    if not files:
-        raise InputError(f"No calibration is kept for {model}.", f"Run moeedge calibrate -m {model} first.")
-    return files[-1]
-
-
-def read_calibration(path: Path) -> StepCosts:
-    """The costs in a kept calibration. Raises InputError for a file without unit times."""
+        if path.suffix != ".json" or not path.exists() or "units" not in read_json(path):
+            return None
     try:
         calibration = parse_measurement(Calibration, path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -355,4 +337,4 @@ def read_calibration(path: Path) -> StepCosts:
             f"{path} has no times of experts, because no layer was shared between CPU and device.",
             "Run moeedge calibrate with a larger --cache-ratio.",
         )
-    return measured_costs(calibration.units)
+    return measured_costs(calibration.units), path.stem

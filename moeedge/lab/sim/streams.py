@@ -36,16 +36,12 @@ class Signal:
 
     def __init__(self) -> None:
         self.fired = False
-        self._waiting: list[Process] = []
-
-    def wait(self, process: Process) -> None:
-        """Resumes `process` when the signal fires."""
-        self._waiting.append(process)
+        self.waiting: list[Process] = []
 
     def fire(self, clock: Clock) -> None:
         """Resumes all waiting processes now, in the order in which they began to wait."""
         self.fired = True
-        waiting, self._waiting = self._waiting, []
+        waiting, self.waiting = self.waiting, []
         for process in waiting:
             clock.schedule(process, clock.now_ns)
 
@@ -59,9 +55,7 @@ class Clock:
         self._heap: list[tuple[int, int, Process]] = []
 
     def schedule(self, process: Process, when_ns: int) -> None:
-        """Resumes `process` at `when_ns`, after all that were scheduled for that time before. ValueError if past."""
-        if when_ns < self.now_ns:
-            raise ValueError(f"{when_ns} ns is over: it is {self.now_ns} ns")
+        """Resumes `process` at `when_ns`, not before now, after all that were scheduled for that time before."""
         heapq.heappush(self._heap, (when_ns, self._count, process))
         self._count += 1
 
@@ -83,7 +77,7 @@ class Clock:
         except StopIteration:
             return
         if isinstance(awaited, Signal):
-            awaited.wait(process)
+            awaited.waiting.append(process)
         else:
             self.schedule(process, self.now_ns + awaited)
 

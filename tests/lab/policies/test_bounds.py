@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from moeedge.lab.sim.policy_replay import NEVER, BoundReplay, HitStats, NextUse
-from moeedge.lab.traces.schedule import Batch, Chunk
+from moeedge.lab.traces.schedule import Batch
 from moeedge.policies.base import CacheShape, ExecutionModel
 from moeedge.policies.registry import POLICIES, SIMULATED, make_policy
 from tests.support.plans import CheckedReplay
@@ -19,51 +19,52 @@ from tests.support.plans import CheckedReplay
 DEMAND_FILLED = ("lru", "lfu", "fate", "adapmoe", "hybrimoe", "sp-moe", "mixtral-offloading")
 
 
-def chunk_of(counts: NDArray[np.int32], n_prompts: int = 0) -> Chunk:
+def batches_of(counts: NDArray[np.int32], n_prompts: int = 0) -> list[Batch]:
     """Batches of one text from counts [n, n_layers, n_experts]; the first ones are prompts, which no figure counts."""
-    batches = [
+    return [
         Batch(counts=each, ids=None, n_tokens=4, n_accepted=3, is_first=at == 0, prefill=at < n_prompts)  # type: ignore[arg-type]
         for at, each in enumerate(counts)
     ]
-    return Chunk(0, batches, counts, np.arange(len(counts)) >= n_prompts)
 
 
 @st.composite
-def routings(draw: st.DrawFn, n_batches: int = 14, n_layers: int = 3, n_experts: int = 7) -> Chunk:
+def routings(draw: st.DrawFn, n_batches: int = 14, n_layers: int = 3, n_experts: int = 7) -> list[Batch]:
     """At most so many batches, most experts unused, some popular; the first may be a prompt."""
     rng = np.random.default_rng(draw(st.integers(0, 10_000)))
     shape = (draw(st.integers(2, n_batches)), draw(st.integers(1, n_layers)), draw(st.integers(2, n_experts)))
     popular = rng.random(shape[1:]) ** 2
     counts = (rng.random(shape) < popular) * rng.integers(1, 5, shape)
-    return chunk_of(counts.astype(np.int32), draw(st.integers(0, 1)))
+    return batches_of(counts.astype(np.int32), draw(st.integers(0, 1)))
 
 
-def replayed(name: str, chunk: Chunk, n_slots: int) -> HitStats:
+def replayed(name: str, batches: list[Batch], n_slots: int) -> HitStats:
     """Under a policy that plans between steps alone; every plan is checked."""
-    shape = CacheShape.uniform(*chunk.counts.shape[1:], n_slots)
+    shape = CacheShape.uniform(*batches[0].counts.shape, n_slots)
     policy = make_policy(name, shape)
     policy.execution_model = ExecutionModel()
     replay = CheckedReplay(policy, shape)
-    replay.run(chunk)
+    for batch in batches:
+        replay.run(batch)
     assert np.count_nonzero(replay.slots.resident) <= n_slots
     return replay.stats.hits
 
 
-def bounded(name: str, chunk: Chunk, n_slots: int) -> HitStats:
-    next_use = NextUse([(chunk.counts, chunk.counted)]) if name == "belady" else None
-    replay = BoundReplay(CacheShape.uniform(*chunk.counts.shape[1:], n_slots), next_use)
-    replay.run(chunk)
+def bounded(name: str, batches: list[Batch], n_slots: int) -> HitStats:
+    next_use = NextUse(batches) if name == "belady" else None
+    replay = BoundReplay(CacheShape.uniform(*batches[0].counts.shape, n_slots), next_use)
+    for batch in batches:
+        replay.run(batch)
     return replay.stats.hits
 
 
-def best_demand_filled(chunk: Chunk, n_slots: int) -> int:
+def best_demand_filled(batches: list[Batch], n_slots: int) -> int:
     """The most distinct experts that a cache filled by use can find, by trying every choice."""
     found = {frozenset[int](): 0}
-    for counts, is_counted in zip(chunk.counts, chunk.counted, strict=True):
-        used = frozenset(np.flatnonzero(counts.reshape(-1)).tolist())
+    for batch in batches:
+        used = frozenset(np.flatnonzero(batch.counts).tolist())
         after: dict[frozenset[int], int] = {}
         for held, n_found in found.items():
-            n_found += len(held & used) if is_counted else 0
+            n_found += 0 if batch.prefill else len(held & used)
             for kept in _choices(held | used, n_slots):
                 after[kept] = max(after.get(kept, -1), n_found)
         found = after
@@ -75,26 +76,27 @@ def _choices(flat_ids: frozenset[int], n: int) -> list[frozenset[int]]:
 
 
 @settings(max_examples=40, deadline=None)
-@given(chunk=routings(), n_slots=st.integers(0, 12))
-def test_no_cache_filled_by_use_beats_belady(chunk: Chunk, n_slots: int) -> None:
-    bound = bounded("belady", chunk, n_slots).unique_hit
+@given(batches=routings(), n_slots=st.integers(0, 12))
+def test_no_cache_filled_by_use_beats_belady(batches: list[Batch], n_slots: int) -> None:
+    bound = bounded("belady", batches, n_slots).unique_hit
     for name in DEMAND_FILLED:
-        assert replayed(name, chunk, n_slots).unique_hit <= bound, name
+        assert replayed(name, batches, n_slots).unique_hit <= bound, name
 
 
 @settings(max_examples=30, deadline=None)
-@given(chunk=routings(7, 1, 5), n_slots=st.integers(0, 3))
-def test_belady_equals_the_best_of_all_choices(chunk: Chunk, n_slots: int) -> None:
-    assert bounded("belady", chunk, n_slots).unique_hit == best_demand_filled(chunk, n_slots)
+@given(batches=routings(7, 1, 5), n_slots=st.integers(0, 3))
+def test_belady_equals_the_best_of_all_choices(batches: list[Batch], n_slots: int) -> None:
+    assert bounded("belady", batches, n_slots).unique_hit == best_demand_filled(batches, n_slots)
 
 
 @settings(max_examples=10, deadline=None)
-@given(chunk=routings(), n_slots=st.integers(0, 12))
-def test_the_oracle_finds_most_pairs(chunk: Chunk, n_slots: int) -> None:
-    best = sum(int(np.sort(counts.reshape(-1))[::-1][:n_slots].sum()) for counts in chunk.counts[chunk.counted])
-    assert bounded("oracle", chunk, n_slots).pairs_hit == best
+@given(batches=routings(), n_slots=st.integers(0, 12))
+def test_the_oracle_finds_most_pairs(batches: list[Batch], n_slots: int) -> None:
+    steps = [batch.counts for batch in batches if not batch.prefill]
+    best = sum(int(np.sort(counts.reshape(-1))[::-1][:n_slots].sum()) for counts in steps)
+    assert bounded("oracle", batches, n_slots).pairs_hit == best
     for name in POLICIES | SIMULATED:
-        assert replayed(name, chunk, n_slots).pairs_hit <= best, name
+        assert replayed(name, batches, n_slots).pairs_hit <= best, name
 
 
 def test_a_classic_reference_string() -> None:
@@ -105,14 +107,12 @@ def test_a_classic_reference_string() -> None:
     string = [2, 3, 2, 1, 5, 2, 4, 5, 3, 2, 5, 2]
     counts = np.zeros((len(string), 1, 6), dtype=np.int32)
     counts[np.arange(len(string)), 0, string] = 1
-    chunk = chunk_of(counts)
-    assert bounded("belady", chunk, 3).unique_hit == best_demand_filled(chunk, 3) == 7
-    assert replayed("lru", chunk, 3).unique_hit == replayed("mixtral-offloading", chunk, 3).unique_hit == 5
+    batches = batches_of(counts)
+    assert bounded("belady", batches, 3).unique_hit == best_demand_filled(batches, 3) == 7
+    assert replayed("lru", batches, 3).unique_hit == replayed("mixtral-offloading", batches, 3).unique_hit == 5
 
 
-def test_next_use_skips_batches_that_do_not_count() -> None:
-    counts = np.array([[[1, 0]], [[2, 0]], [[0, 0]], [[1, 1]]])
-    next_use = NextUse([(counts[:2], np.array([True, False])), (counts[2:], np.array([True, True]))])
-    assert next_use.first.tolist() == [0, 3]
+def test_next_use_skips_prompts() -> None:
+    next_use = NextUse(batches_of(np.array([[[2, 0]], [[1, 0]], [[0, 0]], [[1, 1]]], dtype=np.int32), 1))
     found = [tuple(array.tolist() for array in next_use.of(batch)) for batch in range(4)]
-    assert found == [([0], [3]), ([0], [3]), ([], []), ([0, 1], [NEVER, NEVER])]
+    assert found == [([0], [1]), ([0], [3]), ([], []), ([0, 1], [NEVER, NEVER])]

@@ -9,13 +9,12 @@ import pytest
 
 from moeedge.lab.sim.execution import Execution
 from moeedge.lab.sim.noisy_predictor import NO_PREDICTOR
-from moeedge.lab.sim.policy_replay import PolicyReplay, Slots
 from moeedge.lab.sim.step_costs import TOKENS_MAX
-from moeedge.lab.traces.schedule import Batch, Chunk
-from moeedge.policies.base import CacheShape, PolicyConfig
+from moeedge.lab.traces.schedule import Batch
+from moeedge.policies.base import CacheShape
 from moeedge.policies.registry import make_policy
 from tests.lab.sim.test_simulate_events import costs
-from tests.support.plans import check_plan
+from tests.support.plans import CheckedReplay
 
 LINK_NS, SYNC_NS, LATENCY_NS = 100, 7, 3
 DEVICE_NS = np.minimum(np.arange(TOKENS_MAX + 1), 1).astype(np.int64) * 10
@@ -72,47 +71,25 @@ def expected(steps: list[Batch], capacities: dict[int, int], group: list[int]) -
     return rows
 
 
-@pytest.mark.parametrize("capacity", [3, 10, 25])
-def test_a_shared_lru_serves_layer_by_layer(capacity: int) -> None:
-    shape = CacheShape(4, 12, np.array([0, 1, 0, 0], dtype=np.int32), np.array([capacity, 4], dtype=np.int32))
-    steps = batches(4, 12, [1, 3, 9, 1, 33, 2, 5, 32, 4, 1, 1] * 4)
-    policy = make_policy("llama-cpp-cache", shape, PolicyConfig())
-    slots = Slots(shape)
-    n_hits = 0
-    for step, found in zip(steps, expected(steps, {0: capacity, 1: 4}, [0, 1, 0, 0]), strict=True):
-        if step.n_tokens > 32:
-            continue
-        for layer in range(4):
-            used = np.flatnonzero(step.counts[layer])
-            resident = slots.resident[layer, used] > 0
-            plan = policy.plan_load(layer, step.counts[layer], slots.resident)
-            if plan is None:
-                assert not found[layer].any()
-                continue
-            assert resident.tolist() == found[layer, used].tolist()
-            n_hits += int(resident.sum())
-            check_plan(plan, shape, slots.resident, 4)
-            slots.push(plan)
-    assert n_hits > 0
-
-
-def test_replay_and_simulator_show_the_same_cache() -> None:
-    shape = CacheShape.uniform(3, 12, 14)
+@pytest.mark.parametrize("capacities", [(14,), (3, 4), (10, 4), (25, 4)])
+def test_replay_and_simulator_show_the_same_cache(capacities: tuple[int, ...]) -> None:
+    group = [0, len(capacities) - 1, 0]
+    shape = CacheShape(3, 12, np.array(group, dtype=np.int32), np.array(capacities, dtype=np.int32))
     steps = batches(3, 12, [2, 9, 3, 40, 2, 2, 9, 1] * 4)
-    found = expected(steps, {0: 14}, [0, 0, 0])
+    found = expected(steps, dict(enumerate(capacities)), group)
     n_hits = sum(int(step.counts[hit].sum()) for step, hit in zip(steps, found, strict=True))
     n_loads = sum(int(((step.counts > 0) & ~hit).sum()) for step, hit in zip(steps, found, strict=True))
     assert n_hits > 0
 
-    replayed = PolicyReplay(make_policy("llama-cpp-cache", shape, PolicyConfig()), shape, max_uploads=0.1)
-    counts = np.stack([step.counts for step in steps])
-    replayed.run(Chunk(0, steps, counts, np.ones(len(steps), dtype=np.bool_)))
+    replayed = CheckedReplay(make_policy("llama-cpp-cache", shape), shape, max_uploads=0.1)
+    for step in steps:
+        replayed.run(step)
     stats = replayed.stats
     assert (stats.hits.pairs_hit, stats.hits.uploads, stats.on_demand) == (n_hits, n_loads, n_loads)
 
-    policy = make_policy("llama-cpp-cache", shape, PolicyConfig())
     times = {"sync_ns": SYNC_NS, "transfer_ns": LINK_NS, "demand_ns": LINK_NS, "latency_ns": LATENCY_NS}
-    time = Execution(costs(device_ns=DEVICE_NS, **times), shape, policy, steps, accuracy=NO_PREDICTOR).run()
+    simulated = costs(device_ns=DEVICE_NS, **times)
+    time = Execution(simulated, shape, make_policy("llama-cpp-cache", shape), steps, accuracy=NO_PREDICTOR).run()
     assert (time.hits.pairs_hit, time.hits.uploads) == (n_hits, n_loads)
     layers_with_misses = sum(int(((s.counts > 0) & ~h).any(axis=1).sum()) for s, h in zip(steps, found, strict=True))
     assert time.ns["load"] == n_loads * LINK_NS + layers_with_misses * LATENCY_NS  # one transfer per layer

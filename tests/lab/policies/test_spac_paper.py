@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from moeedge.lab.sim.model_shape import find_model
 from moeedge.lab.sim.policy_replay import Slots
-from moeedge.lab.sim.replay import ReplayConfig, replay
-from moeedge.lab.sim.simulate import synthetic_trace
-from moeedge.lab.sim.step_costs import find_hardware, roofline_costs
-from moeedge.lab.traces.schedule import cache_shape, cut_schedule
-from moeedge.policies.base import CacheShape, ExecutionModel, Observation, PolicyConfig
+from moeedge.policies.base import CacheShape, Observation, PolicyConfig
 from moeedge.policies.cost_model import CostModel
 from moeedge.policies.registry import make_policy
 from tests.support.costs import cost_model
-from tests.support.plans import CheckedReplay, check_plan
+from tests.support.plans import check_plan
 
 GAMMA, CAP, UP, DOWN = 8, 5, 5, 1  # of the program, whatever the configuration says
 SHAPE = CacheShape.uniform(2, 6, 12)
@@ -96,16 +89,6 @@ def test_the_utility_follows_the_counts_and_not_their_changes() -> None:
     assert expected[:, 0].tolist() == [CAP, CAP]
 
 
-def test_a_hot_resident_expert_stays_whatever_the_utility_of_absent_ones() -> None:
-    policy = make_policy("spac-program", CacheShape.uniform(1, 4, 2), PolicyConfig(gamma=GAMMA))
-    for step in range(8):
-        used = [0, 1, 2] if step >= 5 else [0]
-        policy.observe(observation(np.bincount(used, minlength=4)[None].astype(np.uint32) * (GAMMA + 1)))
-    plan = policy.plan(np.array([[0, 1, 1, 0]], dtype=np.uint8), [])
-    assert plan.utility.tolist() == [[5, 3, 3, 0]]  # all three are hot
-    assert len(plan.uploads) == len(plan.victims) == 0
-
-
 def test_a_computed_layer_makes_room_for_those_to_come() -> None:
     """Appendix D on three layers with as many slots as one layer has hot experts: the slots go from layer to layer."""
     shape = CacheShape.uniform(3, 4, 2)
@@ -126,23 +109,6 @@ def test_a_computed_layer_makes_room_for_those_to_come() -> None:
     assert found == [[0, 1], [], [0, 1]]
 
 
-@pytest.mark.parametrize("name", ["spac-paper", "spac-program"])
-def test_refilling_within_a_pass_finds_more(name: str) -> None:
-    """In the replay; the engine, whose plans are made between passes, is replayed without."""
-    schedule = cut_schedule(synthetic_trace(find_model("qwen3-30b-a3b"), 60, 1, 0), gamma=GAMMA, acceptance_chance=0.8)
-    shape, rates = cache_shape(schedule.trace, 0.17), {}
-    for execution_model in (ExecutionModel(), ExecutionModel(refills_within_step=True)):
-        policy = make_policy(name, shape, PolicyConfig(gamma=GAMMA))
-        assert policy.execution_model == ExecutionModel(refills_within_step=True)
-        policy.execution_model = execution_model
-        replayed = CheckedReplay(policy, shape)
-        for chunk in schedule.chunks():
-            replayed.run(chunk)
-        rates[execution_model.refills_within_step] = replayed.stats.hits
-    assert rates[True].hit_rate_pairs >= rates[False].hit_rate_pairs > 0
-    assert rates[True].uploads >= rates[False].uploads
-
-
 def test_equation_10_counts_what_has_arrived_for_a_layer_since_the_last_pass() -> None:
     """A layer's window, 24 pairs on the CPU at 1 s, carries three transfers of 7.9 s, however often is planned."""
     curves = {"cpu_expert_s": np.array([0.0, 1.0]), "r_c": np.linspace(0.99, 1.0, 5), "r_g": np.zeros(5)}
@@ -160,21 +126,6 @@ def test_equation_10_counts_what_has_arrived_for_a_layer_since_the_last_pass() -
     for counts in ([3, 3, 3, 0, 0], [6, 6, 6, 3, 3]):
         policy.observe(observation(np.array([counts + [0] * 5] * 2, dtype=np.uint32)))
     assert policy.plan(slots.resident, []).uploads[:, 1].tolist() == [3, 4] * 2  # in the next pass
-
-
-def test_units_of_a_replay_change_its_thresholds() -> None:
-    model = find_model("qwen3-30b-a3b")
-    schedule = cut_schedule(synthetic_trace(model, 60, 1, 0), gamma=GAMMA, acceptance_chance=0.8)
-    config = ReplayConfig(policies=("spac-paper", "spac-program", "lfu"), ratios=(0.17,))
-    costs = roofline_costs(find_hardware("rtx4090-pcie4"), model).with_link(0.02)
-    free, timed = (
-        replay(schedule, replace(config, cost_model=units)) for units in (None, costs.cost_model(PolicyConfig.cap))
-    )
-    for without, with_units in zip(free, timed, strict=True):
-        if without.policy == "spac-paper":
-            assert with_units.uploads_per_layer_step < without.uploads_per_layer_step
-        else:
-            assert with_units.hit_rate_pairs == without.hit_rate_pairs
 
 
 def test_a_plan_carries_its_most_useful_uploads() -> None:

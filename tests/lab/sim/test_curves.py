@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from moeedge.lab.sim.curves import CurveConfig, CurveInput, CurvePanel, bootstrap_weights, limits_of, trace_curves
-from moeedge.lab.sim.noisy_predictor import PredictorAccuracy
-from moeedge.lab.sim.replay import ReplayConfig, replay
+from moeedge.lab.sim.curves import CurvePanel, trace_curves
+from moeedge.lab.sim.replay import ReplayConfig, ReplayInput, replay
 from moeedge.lab.traces.schedule import cut_schedule, recorded_schedule
 from tests.lab.sim.test_replay import by_name, walk
 from tests.support.progress import SeenProgress
 from tests.support.traces import two_texts
 
-POLICIES = ("spac", "lfu", "mixtral-offloading")
+POLICIES = ("spac", "lfu", "mixtral-offloading", "hybrimoe")
 LIMITS = (0.2, 1.0)
 
 
-def panel_of(n_texts: int, **config: object) -> tuple[CurveInput, CurvePanel]:
+def panel_of(
+    n_texts: int,
+    policies: tuple[str, ...] = POLICIES,
+    limits: tuple[float, ...] = LIMITS,
+    *,
+    fresh_memory: bool = False,
+) -> tuple[ReplayInput, CurvePanel]:
     schedule = cut_schedule(walk(30, 3, n_texts=n_texts), gamma=2, acceptance_chance=0.7, seed=1)
-    given = CurveInput("walk.npz", schedule, 0.3)
-    settings = CurveConfig(**({"policies": POLICIES, "limits": LIMITS} | config))  # type: ignore[arg-type]
-    return given, trace_curves([given], settings)[0]
+    given = ReplayInput(schedule, "walk.npz")
+    config = ReplayConfig(policies=policies, ratios=(0.3,), fresh_memory=fresh_memory)
+    return given, trace_curves([given], config, limits)[0]
 
 
 @pytest.mark.parametrize("fresh_memory", [False, True])
@@ -33,7 +37,7 @@ def test_points_are_replays_at_each_limit(fresh_memory: bool) -> None:
     n_layers = len(given.schedule.trace.expert_layers())
     for limit in (*LIMITS, None):
         config = ReplayConfig(policies=POLICIES, ratios=(0.3,), max_uploads=limit, fresh_memory=fresh_memory)
-        rows = by_name(replay(given.schedule, config))
+        rows = by_name(replay(given, config))
         for point in panel.points:
             if point.max_uploads != limit:
                 continue
@@ -44,10 +48,8 @@ def test_points_are_replays_at_each_limit(fresh_memory: bool) -> None:
             assert point.uploads.sum() / panel.steps / n_layers == pytest.approx(row.uploads_per_layer_step, abs=1e-6)
     assert [point.policy for point in panel.points].count("spac") == 3
     assert [point.policy for point in panel.points].count("mixtral-offloading") == 1  # loads on demand: no limit
-    config = CurveConfig(policies=(), limits=LIMITS)
-    assert limits_of("oracle", config) == limits_of("hybrimoe", config) == ()
-    assert limits_of("hybrimoe", replace(config, accuracy=PredictorAccuracy())) == LIMITS
-    assert panel.apart == ("mixtral-offloading",)
+    assert [point.policy for point in panel.points].count("hybrimoe") == 1  # its predictor lacks its input
+    assert panel.apart == ("mixtral-offloading", "hybrimoe")
 
 
 def test_limits_that_bind_no_policy_are_left_out() -> None:
@@ -101,12 +103,6 @@ def test_intervals_are_those_of_resampled_texts() -> None:
     assert itself is not None and (itself.low, itself.value, itself.high) == (0, 0, 0)
 
 
-def test_every_resample_has_as_many_units() -> None:
-    weights = bootstrap_weights(7, 50, 0)
-    assert weights.shape == (50, 7) and (weights.sum(axis=1) == 7).all()
-    assert (weights == bootstrap_weights(7, 50, 0)).all()
-
-
 def test_few_texts_are_resampled_in_blocks_of_steps() -> None:
     given, panel = panel_of(2)
     assert panel.unit == "4 steps" and panel.pairs.size == -(-given.schedule.n_steps // 4)
@@ -116,18 +112,19 @@ def test_few_texts_are_resampled_in_blocks_of_steps() -> None:
 def test_the_same_whatever_the_number_of_processes() -> None:
     schedule = recorded_schedule(two_texts())
     assert schedule is not None
-    inputs = [CurveInput("two.npz", schedule, ratio) for ratio in (0.25, 0.5)]
-    config = CurveConfig(policies=("spac", "lfu"), limits=LIMITS, resamples=20)
+    inputs, config = [ReplayInput(schedule)], ReplayConfig(policies=("spac", "lfu"), ratios=(0.25, 0.5))
     progress = SeenProgress()
     alone, shared = (
-        json.dumps([panel.as_dict() for panel in trace_curves(inputs, config, n_processes=n, progress=progress)])
+        json.dumps(
+            [panel.as_dict() for panel in trace_curves(inputs, config, LIMITS, n_processes=n, progress=progress)]
+        )
         for n in (1, 2)
     )
     assert alone == shared
     assert progress.amounts == [1] * 12
 
 
-def test_impossible_configurations_are_refused() -> None:
-    for wrong in ({"limits": ()}, {"limits": (-1.0,)}, {"limits": (float("nan"),)}):
-        with pytest.raises(ValueError):
-            CurveConfig(policies=("lfu",), **wrong)  # type: ignore[arg-type]
+@pytest.mark.parametrize("limits", [(), (-1.0,), (float("nan"),)])
+def test_impossible_limits_are_refused(limits: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError, match="limits"):
+        trace_curves([], ReplayConfig(policies=("lfu",), ratios=(0.3,)), limits)

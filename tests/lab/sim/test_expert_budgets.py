@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moeedge.errors import InputError
 from moeedge.lab.sim.expert_budgets import BudgetedTrace, StaticBudget
 from moeedge.lab.sim.model_shape import ModelShape
-from moeedge.lab.sim.replay import ReplayConfig, ReplayRow, replay
+from moeedge.lab.sim.replay import ReplayConfig, ReplayInput, ReplayRow, replay
 from moeedge.lab.sim.simulate import Range, SimulationConfig, simulate
 from moeedge.lab.sim.step_costs import find_hardware, program_of, roofline_costs
 from moeedge.lab.traces.schedule import Batch, cut_schedule
@@ -99,11 +98,6 @@ def test_budgets_by_hand(
     }
 
 
-def test_budgets_that_suit_no_trace_are_refused() -> None:
-    with pytest.raises(InputError):
-        BudgetedTrace(one_layer(IDS, WEIGHTS), ExpertBudget(budget=1, ranking="router"))
-
-
 def random_trace(seed: int, *, with_weights: bool = True) -> Trace:
     rows = [(Phase.PREFILL if step < 3 else Phase.DECODE, text, step, True) for text in range(2) for step in range(30)]
     trace = make_trace(rows, n_layers=3, n_experts=12, gamma=0, seed=seed)
@@ -137,15 +131,17 @@ def test_no_layer_exceeds_the_budget(seed: int, budget: int, coverage: Coverage,
     assert 0 < limit.row()["kept_probability"] <= 1
 
 
-def rows_of(trace: Trace, **options: object) -> list[ReplayRow]:
+def rows_of(
+    trace: Trace, policies: tuple[str, ...], budgets: tuple[ExpertBudget | None, ...] | None = None
+) -> list[ReplayRow]:
     schedule = cut_schedule(trace, gamma=5, acceptance_chance=0.7)
-    return replay(schedule, ReplayConfig(ratios=(0.1, 0.4), **options))  # type: ignore[arg-type]
+    return replay(ReplayInput(schedule, budgets=budgets), ReplayConfig(policies=policies, ratios=(0.1, 0.4)))
 
 
 def test_a_budget_of_all_experts_changes_nothing() -> None:
     trace = random_trace(3)
-    plain = rows_of(trace, policies=ALL)
-    budgeted = rows_of(trace, policies=ALL, budgets=(ExpertBudget(budget=12),))
+    plain = rows_of(trace, ALL)
+    budgeted = rows_of(trace, ALL, budgets=(ExpertBudget(budget=12),))
     for without, with_all in zip(plain, budgeted, strict=True):
         assert replace(with_all, expert_budget=None) == without
         assert with_all.as_dict()["experts_kept"] == with_all.as_dict()["experts_natural"]
@@ -155,9 +151,9 @@ def test_a_budget_of_all_experts_changes_nothing() -> None:
 def test_budgets_are_rows_beside_policies_and_ratios() -> None:
     trace = random_trace(4)
     budgets = (None, ExpertBudget(budget=6), ExpertBudget(budget=3))
-    rows = rows_of(trace, policies=("lfu", "lru"), budgets=budgets)
+    rows = rows_of(trace, ("lfu", "lru"), budgets=budgets)
     assert len(rows) == 2 * len(budgets) * (2 + len(BOUNDS))
-    plain = {(row.policy, row.cache_ratio): row for row in rows_of(trace, policies=("lfu", "lru"))}
+    plain = {(row.policy, row.cache_ratio): row for row in rows_of(trace, ("lfu", "lru"))}
     off = [row for row in rows if row.as_dict()["expert_budget"] is None]
     assert [replace(row, expert_budget=None) for row in off] == list(plain.values())
     figures = [row.as_dict() for row in rows if row.policy == "lfu" and row.cache_ratio == 0.4]

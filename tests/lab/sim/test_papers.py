@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from io import StringIO
 
 import pytest
@@ -25,6 +26,7 @@ from tests.support.commands import run, run_json
 
 # what `moeedge lab validate papers` fits on two rows of Table 2
 FITTED = Fit(cpu_bytes_per_s=51.0e9, acceptance=0.861)
+CONFIG = SimulationConfig(policy="lru", cache_ratio=0.5, gamma=0)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +41,7 @@ def table3(monkeypatch: pytest.MonkeyPatch) -> list[Compared]:
     """Table 3 on a short text."""
     monkeypatch.setattr("moeedge.lab.sim.papers._TOKENS", 40)
     with Cases() as cases:
-        return Papers(cases).table3(FITTED)
+        return Papers(cases).part("table3", FITTED)
 
 
 def _order(rows: list[Compared]) -> tuple[int, int]:
@@ -70,19 +72,19 @@ def test_averages_of_the_tables_are_those_of_their_columns() -> None:
 
 @pytest.mark.slow
 def test_the_order_of_table_3(papers: Papers) -> None:
-    rows = papers.table3(FITTED)
+    rows = papers.part("table3", FITTED)
     assert _order(rows) == (3, 3)
     assert sum(row.close for row in rows) == 2
 
 
 def test_the_command_prints_the_rows_of_the_library(table3: list[Compared], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Papers, "fit", lambda self: FITTED)
-    fits: list[Fit] = []
-    monkeypatch.setattr(Papers, "table3", lambda self, fit: fits.append(fit) or table3)
+    asked: list[tuple[str, Fit]] = []
+    monkeypatch.setattr(Papers, "part", lambda self, name, fit: asked.append((name, fit)) or table3)
     command = ("lab", "validate", "papers", "--part", "table3")
     table = run(*command)
     assert table.exit_code == 0, table.output
-    assert fits == [FITTED] * 2  # one for each model of rejected tokens
+    assert asked == [("table3", FITTED)] * 2  # one for each model of rejected tokens
     assert "51.0 GB/s" in table.stdout
     found = run_json(*command, "--rejected-token-model", "optimistic")
     assert found["figures"] == []
@@ -99,7 +101,7 @@ def test_the_command_prints_the_rows_of_the_library(table3: list[Compared], monk
 @pytest.mark.slow
 def test_every_part_of_moe_spac_counts_as_in_table_4(papers: Papers) -> None:
     """Except adaptive boundaries and the balancer, which the published program does not have."""
-    rows = papers.table4(FITTED)
+    rows = papers.part("table4", FITTED)
     speed = {row.name: row.predicted_ts for row in rows}
     assert all(row.close for row in rows), speed
     assert speed["no-het-wb"] == speed["no-ada-bc"] == speed["full"]
@@ -109,7 +111,7 @@ def test_every_part_of_moe_spac_counts_as_in_table_4(papers: Papers) -> None:
 
 @pytest.mark.slow
 def test_table_2_comes_in_its_order_and_within_a_quarter(papers: Papers) -> None:
-    rows = papers.table2(FITTED)
+    rows = papers.part("table2", FITTED)
     assert all(row.close for row in rows), [(row.name, row.ratio) for row in rows]
     bare, calibrated = figures(rows)
     assert (bare.within_25_percent, bare.rows, bare.pairs_in_order, bare.pairs) == (1, 8, 31, 45)
@@ -126,7 +128,7 @@ def test_constants_of_frameworks_agree_with_other_publications(papers: Papers) -
 
     From the other figures no constant was chosen: the simulator fails this validation, and says so.
     """
-    found = papers.elsewhere()
+    found = papers.part("elsewhere")
     rows = {row.name: row for row in found}
     for prefix in ("SP-MoE, baseline", "vLLM"):
         ratios = [row.ratio for name, row in rows.items() if name.startswith(prefix)]
@@ -143,7 +145,7 @@ def test_constants_of_frameworks_agree_with_other_publications(papers: Papers) -
 @pytest.mark.slow
 def test_the_cutoff_of_mixtral_and_phi_is_u_shaped(papers: Papers) -> None:
     """SP-MoE, section 5.6: best near layer 20 for Mixtral."""
-    ms = {tuple(row.name.split(", layer ")): row.result.tpot_s for row in papers.cutoff()}
+    ms = {tuple(row.name.split(", layer ")): row.result.tpot_s for row in papers.part("cutoff")}
     for model, best in (("mixtral-8x7b:F16", 20), ("phi-3.5-moe:F16", 8)):
         points = {int(layer): value for (name, layer), value in ms.items() if name == model}
         assert min(points, key=points.__getitem__) == best
@@ -161,46 +163,21 @@ def test_a_looping_program_costs_by_its_experts_and_hooks_by_their_tensors() -> 
     assert hooked.head_demand_ns == pytest.approx(shape.head_bytes / 25 + 10_000, abs=1)
 
 
-def compared(table: str, name: str, tpots_ms: tuple[float, float, float], cache_ratio: float = 0.5) -> Compared:
-    """A row whose simulations with fast, chosen and slow constants take so long per token."""
-    config = SimulationConfig(policy="lru", cache_ratio=cache_ratio, gamma=0)
+@pytest.mark.parametrize(
+    ("table", "line"),
+    [
+        ("table3", ["lru", "25.00", "20.00", "10.00", "to", "50.00", "0.80"]),
+        ("elsewhere", ["lru", "40.0", "50.0", "20.0", "to", "100.0", "1.25"]),  # ms, and times by times
+    ],
+)
+def test_speeds_are_printed_in_their_source_s_unit(table: str, line: list[str]) -> None:
     fast, chosen, slow = (
-        SimulationResult(config, 0, None, TimeBreakdown(total_ns=round(ms * 1e6), tokens=1), {}, 1, {})
-        for ms in tpots_ms
+        SimulationResult(CONFIG, 0, None, TimeBreakdown(total_ns=ms * 10**6, tokens=1), {}, 1, {})
+        for ms in (20, 50, 100)
     )
-    return Compared(table, name, "optimistic", Range(fast, chosen, slow))
-
-
-def printed(rows: list[Compared]) -> list[list[str]]:
-    """The words of each line."""
     text = StringIO()
-    print_part(rows, Console(width=200, file=text))
-    return [line.split() for line in text.getvalue().splitlines()]
-
-
-def test_cutoff_layers_are_columns_of_each_model() -> None:
-    rows = [
-        compared("cutoff", f"{model}, layer {layer}", (first + 1, first + 3, first + 9))
-        for model, layer, first in (("one", 4, 10), ("one", 8, 20), ("two", 4, 60), ("two", 8, 50))
-    ]
-    lines = printed(rows)
-    for model, layers, times in (
-        ("one", ["4", "8"], (["11.0", "21.0"], ["13.0", "23.0"], ["19.0", "29.0"])),
-        ("two", ["4", "8"], (["61.0", "51.0"], ["63.0", "53.0"], ["69.0", "59.0"])),
-    ):
-        at = lines.index([model, *layers])
-        for side, of_side in zip(("fast", "chosen", "slow"), times, strict=True):
-            assert [side, *of_side] in lines[at : at + 6]
-    best = [line[3] for line in lines if line[:3] == ["best", "at", "layer"]]
-    assert best == ["4", "8"]
-
-
-def test_ratios_are_columns_of_each_system() -> None:
-    rows = [
-        compared("figure5", name, (ms - 1, ms, ms + 10), ratio)
-        for name, ratio, ms in (("A", 0.25, 50), ("A", 0.5, 20), ("B", 0.25, 100), ("B", 0.5, 40))
-    ]
-    lines = printed(rows)
-    assert ["25%", "50%"] in lines
-    assert any(line[0:2] + line[5:6] == ["A", "20.0", "50.0"] for line in lines)
-    assert any(line[0:2] + line[5:6] == ["B", "10.0", "25.0"] for line in lines)
+    rows = [Compared(table, name, "optimistic", Range(fast, chosen, slow), 25.0) for name in ("lru", "other")]
+    print_part(
+        [rows[0], replace(rows[1], published_ts=1.0, range=Range(fast, fast, fast))], Console(width=200, file=text)
+    )
+    assert line in [row.split() for row in text.getvalue().splitlines()]

@@ -6,7 +6,6 @@ the layers, too; what is left between engine and replay is the order of calls an
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,6 @@ from moeedge.trace.format import Trace, TraceMeta
 
 GREEDY = SamplingConfig(temperature=0)
 GAMMA, RATIO, N_PREDICT, TIMEOUT_S = 8, 0.17, 48, 10.0
-N_PROMPTS = 20  # of the figures
 WITHIN = 0.002  # of the engine's hit rate
 POLICIES_COMPARED = ("moe-infinity", "spac-paper", "spac-program", "lru", "lfu", "spac")
 
@@ -67,9 +65,7 @@ def wait_for_plans_and_transfers(session: Session) -> None:
     placement.after_verification = after_verification  # type: ignore[method-assign]
 
 
-def run_engine(
-    pair: tuple[Path, Path], policy: str, prompts: list[list[int]] | list[Prompt], *, waits: bool = True
-) -> tuple[HitStats, Trace]:
+def run_engine(pair: tuple[Path, Path], policy: str, prompts: list[list[int]] | list[Prompt]) -> tuple[HitStats, Trace]:
     """Answers each prompt (its tokens, or the first turn of a conversation), from an empty cache, and records it."""
     target, draft = pair
     config = EngineConfig(
@@ -84,8 +80,7 @@ def run_engine(
     hits = HitStats()
     with Session.open(config) as session:
         assert session.placement is not None and session.target.sensor is not None
-        if waits:
-            wait_for_plans_and_transfers(session)
+        wait_for_plans_and_transfers(session)
         collector = TraceCollector(filled(TraceMeta, session.info, source="test"))
         session.observers.append(collector)
         for prompt in prompts:
@@ -103,7 +98,6 @@ def run_engine(
             interval = after - before
             hits.pairs += interval.pairs
             hits.pairs_hit += interval.pairs_hit
-            hits.uploads += interval.uploads  # of plans
         return hits, collector.trace()
 
 
@@ -112,17 +106,16 @@ def tokens_of(session: Session, prompt: Prompt) -> list[int]:
 
 
 def run_replay(trace: Trace, policy: str) -> HitStats:
-    """The same from empty slots; uploads without loads on demand, which the engine's CPU computes."""
+    """The same from empty slots."""
     schedule = recorded_schedule(trace)
     assert schedule is not None
     shape = cache_shape(trace, RATIO)
     planned = make_policy(policy, shape, PolicyConfig(gamma=GAMMA))
     planned.execution_model = replace(planned.execution_model, refills_within_step=False)  # as in the engine
     replayed = PolicyReplay(planned, shape)
-    for chunk in schedule.chunks():
-        replayed.run(chunk)
-    hits = replayed.stats.hits
-    return replace(hits, uploads=hits.uploads - replayed.stats.on_demand)
+    for batch in schedule.batches():
+        replayed.run(batch)
+    return replayed.stats.hits
 
 
 def check_as_much_is_found(policy: str, engine: HitStats, trace: Trace) -> None:
@@ -141,23 +134,3 @@ def test_a_small_model(policy: str, tiny_moe: Path, tiny_draft: Path) -> None:
 @pytest.mark.parametrize("policy", POLICIES_COMPARED)
 def test_the_bundled_pair(policy: str, bundled_pair: tuple[Path, Path]) -> None:
     check_as_much_is_found(policy, *run_engine(bundled_pair, policy, list(load_toy().prompts)[:8]))
-
-
-@pytest.mark.bench
-def test_transfers_in_time(bundled_pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    """Prints, as JSON, the figures of docs/benchmarks/replay-engine.json, with and without waiting for transfers.
-
-    Without waiting, uploads that a plan makes during a step arrive after their layer, or are replaced by the next plan.
-    """
-    rows = []
-    for policy in POLICIES_COMPARED:
-        for waits in (True, False):
-            engine, trace = run_engine(bundled_pair, policy, list(load_toy().prompts)[:N_PROMPTS], waits=waits)
-            replayed = run_replay(trace, policy)
-            difference = replayed.hit_rate_pairs / engine.hit_rate_pairs - 1
-            rates = {"engine": engine.hit_rate_pairs, "replay": replayed.hit_rate_pairs}
-            row = {"policy": policy, "waits": waits, **rates}
-            rows.append(row | {"difference": difference, "pairs": engine.pairs, "engine_uploads": engine.uploads})
-            assert not waits or abs(difference) <= WITHIN
-    with capsys.disabled():
-        print("\n" + json.dumps(rows, indent=1))

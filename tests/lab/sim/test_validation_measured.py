@@ -12,7 +12,7 @@ import pytest
 from moeedge.errors import InputError
 from moeedge.lab.experiments.validation import median_cost_model
 from moeedge.lab.sim.model_shape import shape_of_file
-from moeedge.lab.sim.step_costs import calibration_file, read_calibration
+from moeedge.lab.sim.step_costs import calibrated_costs
 from moeedge.llama import gguf_file
 from moeedge.policies.cost_model import CostModel
 from moeedge.scheduler.calibration import Calibration, measurement_file, write_measurement
@@ -35,13 +35,13 @@ def calibration(cpu_s: float | None) -> Calibration:
 def test_a_kept_calibration_gives_costs(tmp_path: Path) -> None:
     file = tmp_path / "kept.json"
     write_measurement(file, calibration(1e-4))
-    assert calibration_file(str(file), "") == file
-    costs = read_calibration(file)
+    costs, name = calibrated_costs(str(file), "") or (None, "")
+    assert costs is not None and name == "kept"
     assert costs.cpu_ns[:4].tolist() == [0, 100_000, 200_000, 300_000]  # beyond the curve in proportion
     assert (costs.transfer_ns, costs.draft_ns, costs.dense_ns, costs.block_ns) == (50_000, 10**6, 30_000, 2000)
     write_measurement(file, calibration(None))
     with pytest.raises(InputError, match="no times of experts"):
-        read_calibration(file)
+        calibrated_costs(str(file), "")
 
 
 def test_a_disturbed_measurement_does_not_count() -> None:
@@ -51,12 +51,12 @@ def test_a_disturbed_measurement_does_not_count() -> None:
 
 def test_the_newest_measurement_of_a_model_is_taken() -> None:
     with pytest.raises(InputError, match="No calibration is kept"):
-        calibration_file("this", "model.gguf")
+        calibrated_costs("this", "model.gguf")
     for name, cpu_s in (("model.gguf", 1e-4), ("model.gguf", 2e-4), ("model.gguf-budget", 3e-4), ("other.gguf", 4e-4)):
         write_measurement(measurement_file(name, {"cpu_s": cpu_s}), calibration(cpu_s))
-    file = calibration_file("this", "model.gguf")
-    assert file is not None and read_calibration(file).cpu_ns[1] == 200_000
-    assert calibration_file("rtx3090", "model.gguf") is None
+    found = calibrated_costs("this", "model.gguf")
+    assert found is not None and found[0].cpu_ns[1] == 200_000
+    assert calibrated_costs("rtx3090", "model.gguf") is None
 
 
 def test_the_shape_of_a_file_is_the_sum_of_its_tensors(tiny: TinyFactory) -> None:
