@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-from models.attention import attend, rope_tables
-from models.moe import expert_mix, top_experts
 
 
 @dataclass(frozen=True)
@@ -40,6 +37,37 @@ DRAFT_SHAPE = Shape(n_layer=4, n_embd=96, n_expert=0, n_expert_used=0, n_ff=256)
 # Adjacent tokens whose router logits are as alike as this (cosine) are not drawn closer together. The top 8 of 128
 # experts then share about 0.4, as in large models (0.38 for Qwen3-30B-A3B, 0.44 for gpt-oss-20b).
 LIKENESS = 0.7
+
+
+def rope_tables(n_pos: int, head_dim: int, theta: float, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, each (n_pos, head_dim / 2), of the rotary embedding."""
+    freq = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    angle = torch.arange(n_pos, dtype=torch.float32)[:, None] * freq
+    return angle.cos().to(device), angle.sin().to(device)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding, NeoX pairing (i, i + head_dim / 2). x: (B, T, H, head_dim); cos, sin: (T, head_dim / 2)."""
+    a, b = x.chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
+
+
+def attend(
+    qkv: Tensor, q_gain: Tensor, k_gain: Tensor, cos: Tensor, sin: Tensor, n_head: int, n_head_kv: int, eps: float
+) -> Tensor:
+    """Causal grouped-query attention; queries and keys are normalised per head, then rotated.
+
+    qkv: (B, T, n_head + 2 * n_head_kv, head_dim) -> (B, T, n_head, head_dim).
+    """
+    q, k, v = qkv.split((n_head, n_head_kv, n_head_kv), dim=2)
+    dim = (qkv.shape[3],)
+    q = rotate(F.rms_norm(q, dim, q_gain, eps), cos, sin).transpose(1, 2)
+    k = rotate(F.rms_norm(k, dim, k_gain, eps), cos, sin).transpose(1, 2)
+    v = v.transpose(1, 2)
+    if n_head != n_head_kv:
+        k, v = (t.repeat_interleave(n_head // n_head_kv, dim=1) for t in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
 
 class RMSNorm(nn.Module):
@@ -80,6 +108,30 @@ def alike(logits: Tensor) -> Tensor:
     return (z[:, 1:] * z[:, :-1]).sum(dim=-1)
 
 
+def expert_mix(x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weight: Tensor) -> Tensor:
+    """Weighted sum of the chosen experts' outputs: a batched product per matrix, experts padded to the busiest one.
+
+    x: (N, D) inputs; gate_up: (E, D, 2 * F); down: (E, F, D); ids: (N, k) int64; weight: (N, k) -> (N, D).
+    """
+    n_token, k = ids.shape
+    n_expert, dim, _ = gate_up.shape
+    flat = ids.flatten()
+    count = torch.bincount(flat, minlength=n_expert)
+    order = flat.argsort()
+    start = count.cumsum(0) - count
+    rank = torch.empty_like(flat)
+    rank[order] = torch.arange(flat.numel(), device=x.device) - start[flat[order]]
+    capacity = int(count.max())
+    slot = flat * capacity + rank  # (N * k): where each pair sits in the padded table
+    source = torch.zeros(n_expert * capacity, dtype=torch.int64, device=x.device)
+    source[slot] = torch.arange(n_token, device=x.device).repeat_interleave(k)
+    rows = x.index_select(0, source).view(n_expert, capacity, dim)  # empty slots repeat token 0 and are not read
+    gate, up = torch.bmm(rows, gate_up).chunk(2, dim=-1)
+    y = torch.bmm(F.silu(gate) * up, down).view(-1, dim)  # (E * capacity, D)
+    picked = y.index_select(0, slot).view(n_token, k, dim)
+    return torch.einsum("nkd,nk->nd", picked, weight)
+
+
 class MoE(nn.Module):
     """Top-k experts: softmax over all routers' logits, top-k, weights renormalised to sum 1."""
 
@@ -95,7 +147,7 @@ class MoE(nn.Module):
         """x: (B, T, n_embd) -> output (B, T, n_embd), losses (2,): balance and change, ids (B * T, k)."""
         logits = self.router(x)  # (B, T, E)
         prob = logits.softmax(dim=-1).flatten(0, 1)  # (B * T, E)
-        ids = top_experts(prob, self.k)  # (B * T, k)
+        ids = prob.topk(self.k, dim=-1).indices  # (B * T, k)
         weight = prob.gather(1, ids)
         weight = weight / weight.sum(dim=-1, keepdim=True)
         n_expert = prob.shape[1]
@@ -179,3 +231,33 @@ class Network(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: (..., n_embd) -> (..., n_vocab)."""
         return F.linear(hidden, self.embed.weight)
+
+
+def grow(small: Network, n_layer: int, seed: int = 0) -> Network:
+    """A network of `n_layer` layers with the function of `small`: each layer is followed by copies that are silent.
+
+    A copy's output matrices (attention out, expert down) are zero, so the residual stream passes through unchanged;
+    they receive gradients at once. Its router is drawn anew, so no two layers route alike.
+    """
+    if n_layer % small.shape.n_layer:
+        raise ValueError(f"{n_layer} layers cannot be grown evenly from {small.shape.n_layer}")
+    copies = n_layer // small.shape.n_layer
+    torch.manual_seed(seed)
+    big = Network(replace(small.shape, n_layer=n_layer))
+    big.embed.load_state_dict(small.embed.state_dict())
+    big.norm.load_state_dict(small.norm.state_dict())
+    with torch.no_grad():
+        for i, block in enumerate(big.blocks):
+            old = small.blocks[i // copies]
+            fresh_router = block.ffn.router.weight.clone() if isinstance(block.ffn, MoE) else None
+            block.load_state_dict(old.state_dict())
+            if i % copies == 0:
+                continue
+            nn.init.zeros_(block.attn.out.weight)
+            if isinstance(block.ffn, MoE) and fresh_router is not None:
+                nn.init.zeros_(block.ffn.down)
+                # as wide as the trained router, so that the softmax is as sharp from the start
+                block.ffn.router.weight.copy_(fresh_router * (old.ffn.router.weight.std() / fresh_router.std()))
+            else:
+                nn.init.zeros_(block.ffn.down.weight)
+    return big
