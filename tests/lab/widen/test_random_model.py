@@ -26,7 +26,6 @@ from moeedge.lab.widen.random_model import (
     model_like,
     model_of,
     model_of_header,
-    write,
 )
 from moeedge.llama import library
 from moeedge.llama.gguf_file import read_tensors
@@ -137,7 +136,7 @@ def test_the_mix_is_that_of_llama_quantize(name: str, quant: str, tmp_path: Path
     if name == "gpt-oss-20b":
         narrow |= {"embd": 288}
     plain, path = tmp_path / "plain.gguf", tmp_path / "quantized.gguf"
-    write(small(name, "f16", **narrow), plain)
+    small(name, "f16", **narrow).write(plain)
     library.start()
     parameters = llama_cpp.llama_model_quantize_default_params()
     parameters.ftype, parameters.nthread = int(QUANTS[quant][1]), 2
@@ -158,7 +157,7 @@ def test_weights_of_each_type(type_: GgmlType) -> None:
 @pytest.mark.parametrize(("name", "quant"), ALL_CASES)
 def test_stock_llama_cpp_runs_it(name: str, quant: str, tmp_path: Path) -> None:
     model, path = small(name, quant), tmp_path / "model.gguf"
-    write(model, path)
+    model.write(path)
     reader = gguf.GGUFReader(path)
     written = {tensor.name: (tensor.tensor_type, tensor.n_bytes) for tensor in reader.tensors}
     assert written == {tensor.name: (tensor.type, tensor.n_bytes) for tensor in model.tensors}
@@ -186,7 +185,7 @@ def test_stock_llama_cpp_runs_it(name: str, quant: str, tmp_path: Path) -> None:
 def test_tensors_of_a_file_differ(tmp_path: Path) -> None:
     """Blocks repeat, tensors do not: neither layers, nor gate and up, nor tokens are equal."""
     path = tmp_path / "model.gguf"
-    write(small("qwen3-30b-a3b", "q4_0"), path)
+    small("qwen3-30b-a3b", "q4_0").write(path)
     data = [tensor.data.tobytes() for tensor in gguf.GGUFReader(path).tensors]
     assert len(set(data)) == len(data)
     rows = next(tensor.data for tensor in gguf.GGUFReader(path).tensors if tensor.name == "output.weight")
@@ -242,7 +241,7 @@ def test_no_room(tmp_path: Path, here: Here) -> None:
 def test_a_header_alone(tmp_path: Path) -> None:
     """Its tensors, types, metadata and tokenizer; the file ends after the header."""
     header, source = tmp_path / "header.gguf", tmp_path / "source.gguf"
-    write(small("qwen3-30b-a3b", "q5_k_m"), source)
+    small("qwen3-30b-a3b", "q5_k_m").write(source)
     reader = gguf.GGUFReader(source)
     header.write_bytes(source.read_bytes()[: reader.data_offset + 100])
     out = tmp_path / "out.gguf"

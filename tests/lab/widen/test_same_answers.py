@@ -13,7 +13,6 @@ import pytest
 
 from moeedge.data.datasets import load_toy
 from moeedge.lab.widen.layout import RequestedSizes, WeightType, make_wide_plan
-from moeedge.lab.widen.writer import write
 from moeedge.llama.model import Model
 from tests.conftest import TinyFactory
 from tests.support.stock import StockContext
@@ -26,7 +25,7 @@ LARGER_HEADS = RequestedSizes(embd=256, ff=128, heads=16, heads_kv=4, head_dim=1
 
 def widened(source: Path, folder: Path, asked: RequestedSizes, type_: WeightType | None = None) -> Path:
     path = folder / "wide.gguf"
-    write(make_wide_plan(source, asked, type_=type_), path)
+    make_wide_plan(source, asked, type_=type_).write(path)
     return path
 
 
