@@ -36,11 +36,6 @@ def test_held_back_prompts_are_never_trained_on() -> None:
 
 
 @pytest.mark.parametrize("domain", sorted(DOMAINS))
-def test_every_domain_holds_back_enough_to_be_scored(domain: str) -> None:
-    assert len(held_back(100, 1, domain)) == 100
-
-
-@pytest.mark.parametrize("domain", sorted(DOMAINS))
 def test_scorer_accepts_its_own_answers_and_rejects_others(domain: str) -> None:
     for chat in first(12 if domain == "code" else 200, 3, domain):  # code is run
         assert chat.domain == domain
@@ -66,13 +61,6 @@ def test_near_misses_are_wrong() -> None:
     assert not score(story, 0, story.turns[0].assistant.removesuffix("The end."))
     for turn in (chat.turns[0] for chat in first(50, 6, "summaries")):  # the report is no summary
         assert not score_answer(turn.reference, turn.user * 2).value
-
-
-def test_every_function_of_the_code_domain_passes_its_own_tests() -> None:
-    for chat in first(400, 9, "code"):
-        space: dict[str, object] = {}
-        exec(chat.turns[0].assistant.removeprefix("```python\n").removesuffix("\n```"), space)
-        exec(chat.turns[0].reference.tests, space)  # raises where one fails
 
 
 def test_every_step_of_worked_arithmetic_is_true() -> None:
