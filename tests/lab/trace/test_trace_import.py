@@ -69,13 +69,6 @@ def test_position_csv_by_layer(tmp_path: Path) -> None:
     np.testing.assert_array_equal(one.ids, other.ids)
 
 
-@pytest.mark.parametrize("n_experts", [0, -1, 65536])
-def test_impossible_numbers_of_experts(tmp_path: Path, n_experts: int) -> None:
-    (tmp_path / "positions.csv").write_text(POSITIONS)
-    with pytest.raises(ValueError, match="number of experts"):
-        read_trace(tmp_path / "positions.csv", n_experts)
-
-
 def test_foreign_npz_by_hand(tmp_path: Path) -> None:
     ids = np.arange(24).reshape(6, 2, 2) % 8
     np.savez(tmp_path / "lengths.npz", ids=ids.astype(np.uint8), lengths=np.array([2, 0, 4]))

@@ -100,21 +100,17 @@ def test_shapes_are_those_of_the_catalog() -> None:
         assert n_weights == pytest.approx(shape.weights, rel=0.02), name
 
 
+_SLOW_MIXES = (
+    *(("qwen3-30b-a3b", "q3_k_m"), ("qwen3-30b-a3b", "iq4_xs"), ("gpt-oss-20b", "q3_k_m"), ("qwen3-0.6b", "iq4_xs")),
+    *(("mixtral-8x7b", "q3_k_m"), ("mixtral-8x7b", "q4_k_m"), ("deepseek-v2-lite", "q4_k_m")),
+)
+
+
 @pytest.mark.parametrize(
     ("name", "quant"),
     [
         *(("qwen3-30b-a3b", "q4_k_m"), ("gpt-oss-20b", "q5_k_m")),
-        *(
-            pytest.param(name, quant, marks=pytest.mark.slow)
-            for name, quants in (
-                ("qwen3-30b-a3b", ("q3_k_m", "iq4_xs")),
-                ("gpt-oss-20b", ("q3_k_m",)),
-                ("mixtral-8x7b", ("q3_k_m", "q4_k_m")),
-                ("deepseek-v2-lite", ("q4_k_m",)),
-                ("qwen3-0.6b", ("iq4_xs",)),
-            )
-            for quant in quants
-        ),
+        *(pytest.param(*mix, marks=pytest.mark.slow) for mix in _SLOW_MIXES),
     ],
 )
 def test_the_mix_is_that_of_llama_quantize(name: str, quant: str, tmp_path: Path) -> None:
