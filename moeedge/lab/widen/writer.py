@@ -92,9 +92,10 @@ class FilePlan(ABC):
 
     def write(self, out: Path, *, sparse: bool = False, on_bytes: OnBytes = lambda n: None) -> None:
         """Writes `out`, replacing it; calls on_bytes after each group of bytes. A failure leaves no file."""
-        stream(out, self._write_header, self.data(), sparse=sparse, on_bytes=on_bytes)
+        stream(out, self.write_header, self.data(), sparse=sparse, on_bytes=on_bytes)
 
-    def _write_header(self, path: Path) -> None:
+    def write_header(self, path: Path) -> None:
+        """Writes metadata and the list of tensors."""
         writer = gguf.GGUFWriter(path, self.architecture)
         add_metadata(writer, self.fields, self.changed)
         self.add_tokenizer(writer)

@@ -100,6 +100,12 @@ def test_shapes_are_those_of_the_catalog() -> None:
         assert n_weights == pytest.approx(shape.weights, rel=0.02), name
 
 
+def test_the_mix_of_qwen3_30b() -> None:
+    """As llama.cpp printed it: 241 tensors F32, 289 Q4_K, 49 Q6_K (ggml-org/llama.cpp issue 14235)."""
+    types = [tensor.type.name for tensor in model_like("qwen3-30b-a3b", "q4_k_m").tensors]
+    assert (types.count("F32"), types.count("Q4_K"), types.count("Q6_K")) == (241, 289, 49)
+
+
 _SLOW_MIXES = (
     *(("qwen3-30b-a3b", "q3_k_m"), ("qwen3-30b-a3b", "iq4_xs"), ("gpt-oss-20b", "q3_k_m"), ("qwen3-0.6b", "iq4_xs")),
     *(("mixtral-8x7b", "q3_k_m"), ("mixtral-8x7b", "q4_k_m"), ("deepseek-v2-lite", "q4_k_m")),
