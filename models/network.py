@@ -39,7 +39,7 @@ DRAFT_SHAPE = Shape(n_layer=4, n_embd=96, n_expert=0, n_expert_used=0, n_ff=256)
 LIKENESS = 0.7
 
 
-def rope_tables(n_pos: int, head_dim: int, theta: float, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
+def rope_tables(n_pos: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
     """Cosines and sines, each (n_pos, head_dim / 2), of the rotary embedding."""
     freq = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     angle = torch.arange(n_pos, dtype=torch.float32)[:, None] * freq
@@ -53,35 +53,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
 
 
-def attend(
-    qkv: Tensor, q_gain: Tensor, k_gain: Tensor, cos: Tensor, sin: Tensor, n_head: int, n_head_kv: int, eps: float
-) -> Tensor:
-    """Causal grouped-query attention; queries and keys are normalised per head, then rotated.
-
-    qkv: (B, T, n_head + 2 * n_head_kv, head_dim) -> (B, T, n_head, head_dim).
-    """
-    q, k, v = qkv.split((n_head, n_head_kv, n_head_kv), dim=2)
-    dim = (qkv.shape[3],)
-    q = rotate(F.rms_norm(q, dim, q_gain, eps), cos, sin).transpose(1, 2)
-    k = rotate(F.rms_norm(k, dim, k_gain, eps), cos, sin).transpose(1, 2)
-    v = v.transpose(1, 2)
-    if n_head != n_head_kv:
-        k, v = (t.repeat_interleave(n_head // n_head_kv, dim=1) for t in (k, v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last dimension, in float32."""
-
-    def __init__(self, dim: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(dim))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
-
-
 class Attention(nn.Module):
     """Grouped-query attention with RMSNorm on every query and key head."""
 
@@ -90,15 +61,18 @@ class Attention(nn.Module):
         self.s = s
         self.qkv = nn.Linear(s.n_embd, (s.n_head + 2 * s.n_head_kv) * s.head_dim, bias=False)
         self.out = nn.Linear(s.n_head * s.head_dim, s.n_embd, bias=False)
-        self.q_norm = RMSNorm(s.head_dim, s.rms_eps)
-        self.k_norm = RMSNorm(s.head_dim, s.rms_eps)
+        self.q_norm = nn.RMSNorm(s.head_dim, s.rms_eps)
+        self.k_norm = nn.RMSNorm(s.head_dim, s.rms_eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         s = self.s
         batch, time, _ = x.shape
-        heads = F.linear(x, self.qkv.weight).view(batch, time, -1, s.head_dim)
-        y = attend(heads, self.q_norm.weight, self.k_norm.weight, cos, sin, s.n_head, s.n_head_kv, s.rms_eps)
-        return self.out(y.reshape(batch, time, -1))
+        heads = self.qkv(x).view(batch, time, -1, s.head_dim)
+        q, k, v = heads.split((s.n_head, s.n_head_kv, s.n_head_kv), dim=2)
+        q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
+        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.out(y.transpose(1, 2).reshape(batch, time, -1))
 
 
 def alike(logits: Tensor) -> Tensor:
@@ -143,8 +117,8 @@ class MoE(nn.Module):
         self.gate_up = nn.Parameter(torch.empty(s.n_expert, s.n_embd, 2 * s.n_ff))
         self.down = nn.Parameter(torch.empty(s.n_expert, s.n_ff, s.n_embd))
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x: (B, T, n_embd) -> output (B, T, n_embd), losses (2,): balance and change, ids (B * T, k)."""
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x: (B, T, n_embd) -> output (B, T, n_embd), losses (2,): balance and change."""
         logits = self.router(x)  # (B, T, E)
         prob = logits.softmax(dim=-1).flatten(0, 1)  # (B * T, E)
         ids = prob.topk(self.k, dim=-1).indices  # (B * T, k)
@@ -155,7 +129,7 @@ class MoE(nn.Module):
         balance = n_expert * (load * prob.mean(dim=0)).sum()  # 1 when evenly spread
         change = (1 - alike(logits)).sub(1 - LIKENESS).relu().mean() if x.shape[1] > 1 else balance.new_zeros(())
         y = expert_mix(x.flatten(0, 1), self.gate_up, self.down, ids, weight)
-        return y.view_as(x), torch.stack((balance, change)), ids
+        return y.view_as(x), torch.stack((balance, change))
 
 
 class Dense(nn.Module):
@@ -176,17 +150,17 @@ class Block(nn.Module):
 
     def __init__(self, s: Shape) -> None:
         super().__init__()
-        self.attn_norm, self.ffn_norm = RMSNorm(s.n_embd, s.rms_eps), RMSNorm(s.n_embd, s.rms_eps)
+        self.attn_norm, self.ffn_norm = nn.RMSNorm(s.n_embd, s.rms_eps), nn.RMSNorm(s.n_embd, s.rms_eps)
         self.attn = Attention(s)
         self.ffn: MoE | Dense = MoE(s) if s.n_expert else Dense(s)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         x = x + self.attn(self.attn_norm(x), cos, sin)
         h = self.ffn_norm(x)
         if isinstance(self.ffn, Dense):
-            return x + self.ffn(h), x.new_zeros(2), None
-        y, losses, ids = self.ffn(h)
-        return x + y, losses, ids
+            return x + self.ffn(h), x.new_zeros(2)
+        y, losses = self.ffn(h)
+        return x + y, losses
 
 
 class Network(nn.Module):
@@ -197,7 +171,7 @@ class Network(nn.Module):
         self.shape = shape
         self.embed = nn.Embedding(shape.n_vocab, shape.n_embd)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.n_layer))
-        self.norm = RMSNorm(shape.n_embd, shape.rms_eps)
+        self.norm = nn.RMSNorm(shape.n_embd, shape.rms_eps)
         self.init_weights()
 
     def init_weights(self) -> None:
@@ -212,21 +186,19 @@ class Network(nn.Module):
                 std *= 2 * depth_scale
             nn.init.normal_(p, std=std)
 
-    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """tokens: (B, T) -> hidden (B, T, n_embd) after the last norm, routing losses (2,), ids (B * T, k) per layer.
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """tokens: (B, T) -> hidden (B, T, n_embd) after the last norm, routing losses (2,).
 
         The routing losses are means over layers: imbalance of the experts' load, change from token to token.
         """
         s = self.shape
         cos, sin = rope_tables(tokens.shape[1], s.head_dim, s.rope_theta, tokens.device)
         x = self.embed(tokens)
-        losses, routing = x.new_zeros(2), []
+        losses = x.new_zeros(2)
         for block in self.blocks:
-            x, layer_losses, ids = block(x, cos, sin)
+            x, layer_losses = block(x, cos, sin)
             losses = losses + layer_losses / s.n_layer
-            if ids is not None:
-                routing.append(ids)
-        return self.norm(x), losses, routing
+        return self.norm(x), losses
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: (..., n_embd) -> (..., n_vocab)."""
@@ -234,7 +206,7 @@ class Network(nn.Module):
 
 
 def grow(small: Network, n_layer: int, seed: int = 0) -> Network:
-    """A network of `n_layer` layers with the function of `small`: each layer is followed by copies that are silent.
+    """A network of `n_layer` layers with the function of `small`, an MoE: each layer is followed by silent copies.
 
     A copy's output matrices (attention out, expert down) are zero, so the residual stream passes through unchanged;
     they receive gradients at once. Its router is drawn anew, so no two layers route alike.
@@ -249,15 +221,11 @@ def grow(small: Network, n_layer: int, seed: int = 0) -> Network:
     with torch.no_grad():
         for i, block in enumerate(big.blocks):
             old = small.blocks[i // copies]
-            fresh_router = block.ffn.router.weight.clone() if isinstance(block.ffn, MoE) else None
+            fresh_router = block.ffn.router.weight.clone()
             block.load_state_dict(old.state_dict())
-            if i % copies == 0:
-                continue
-            nn.init.zeros_(block.attn.out.weight)
-            if isinstance(block.ffn, MoE) and fresh_router is not None:
+            if i % copies:
+                nn.init.zeros_(block.attn.out.weight)
                 nn.init.zeros_(block.ffn.down)
                 # as wide as the trained router, so that the softmax is as sharp from the start
                 block.ffn.router.weight.copy_(fresh_router * (old.ffn.router.weight.std() / fresh_router.std()))
-            else:
-                nn.init.zeros_(block.ffn.down.weight)
     return big

@@ -95,7 +95,7 @@ def plain_loss(
 
     def loss_at(net: Network, step: int) -> tuple[Tensor, dict[str, float]]:
         inputs, targets, weights = on(net, batch(tokenizer, seed, step, *rows_at(step, long_from)))
-        hidden, (balance, change), _ = net(inputs)
+        hidden, (balance, change) = net(inputs)
         each = F.cross_entropy(net.logits(hidden).flatten(0, 1), targets.flatten(), reduction="none")
         weights = weights.flatten()
         loss = (each * weights).sum() / weights.sum()

@@ -39,7 +39,7 @@ def test_later_tokens_do_not_change_earlier_ones() -> None:
 def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     def loss_at(net: Network, step: int) -> tuple[torch.Tensor, dict[str, float]]:
         tokens = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(step))
-        hidden, _, _ = net(tokens)
+        hidden, _ = net(tokens)
         loss = torch.nn.functional.cross_entropy(net.logits(hidden).flatten(0, 1), tokens.flatten())
         return loss, {"loss": loss.item()}
 
