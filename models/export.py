@@ -189,7 +189,7 @@ def main() -> None:
     parser.add_argument("--name", default="moeedge toy")
     args = parser.parse_args()
     tokenizer = Tokenizer.from_file(str(args.tokenizer or args.checkpoint.with_name("tokenizer.json")))
-    net, _ = trainer.load(args.checkpoint)
+    net = trainer.load(args.checkpoint)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     export(net, tokenizer, args.out, args.type, args.name)
     print(f"{args.out}: {args.out.stat().st_size / 1e6:.1f} MB; against the checkpoint, {compare(net, args.out)}")

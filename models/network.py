@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -25,9 +25,6 @@ class Shape:
     n_ctx: int = 2048  # written to the GGUF; trained on shorter sequences
     rope_theta: float = 100_000.0
     rms_eps: float = 1e-6
-
-    def to_dict(self) -> dict[str, int | float]:
-        return asdict(self)
 
 
 TARGET_SHAPE = Shape()

@@ -158,7 +158,7 @@ def train_draft(args: argparse.Namespace) -> None:
     plan = trainer.TrainingPlan("draft-plain", args.draft_plain_steps, args.lr, decay_share=0.15)
     draft = trainer.run(draft, plan, loss_at, args.work, args.device)
     if args.draft_steps:
-        teacher, _ = trainer.load(args.work / "target.pt")
+        teacher = trainer.load(args.work / "target.pt")
         loss_at = distil_loss(args.work / "tokenizer.json", teacher.to(args.device), f"distil-{args.seed}")
         trainer.run(
             draft, trainer.TrainingPlan("draft", args.draft_steps, args.deep_lr), loss_at, args.work, args.device

@@ -6,9 +6,8 @@ import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,27 +46,20 @@ def make_optimiser(net: Network, plan: TrainingPlan) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=plan.peak_lr, betas=(0.9, 0.98), eps=1e-9, fused=True)
 
 
-def save(path: Path, net: Network, optimiser: torch.optim.Optimizer | None, step: int) -> None:
+def save(path: Path, net: Network, optimiser: torch.optim.Optimizer, step: int) -> None:
     """Write a checkpoint atomically: the old one stays until the new one is complete."""
     part = path.with_suffix(".part")
-    torch.save(
-        {
-            "shape": net.shape.to_dict(),
-            "model": net.state_dict(),
-            "step": step,
-            "optimiser": optimiser.state_dict() if optimiser else None,
-        },
-        part,
-    )
+    state = {"shape": asdict(net.shape), "model": net.state_dict(), "step": step, "optimiser": optimiser.state_dict()}
+    torch.save(state, part)
     os.replace(part, path)
 
 
-def load(path: Path) -> tuple[Network, dict[str, Any]]:
-    """The network of a checkpoint and the checkpoint's other contents."""
+def load(path: Path) -> Network:
+    """The network of a checkpoint."""
     state = torch.load(path, weights_only=True, map_location="cpu")
     net = Network(Shape(**state["shape"]))
     net.load_state_dict(state["model"])
-    return net, state
+    return net
 
 
 def run(net: Network, plan: TrainingPlan, loss_at: LossFunction, work: Path, device: str = "cpu") -> Network:

@@ -157,3 +157,7 @@ def test_repetitions_fit(embd: int, ratio: int, head_ratio: int) -> None:
     assert times >= 1 and embd * times <= embd * ratio
     if ratio % head_ratio == 0:  # then both norms have the same factor
         assert times * head_ratio == ratio
+
+
+def test_heads_without_room() -> None:
+    assert not GroupedHeads(8, 2, 9, 3).fits()  # of three heads each, groups of four need two
