@@ -91,8 +91,31 @@ class FilePlan(ABC):
             raise DiskSpaceError(message, self.room_hint)
 
     def write(self, out: Path, *, sparse: bool = False, on_bytes: OnBytes = lambda n: None) -> None:
-        """Writes `out`, replacing it; calls on_bytes after each group of bytes. A failure leaves no file."""
-        stream(out, self.write_header, self.data(), sparse=sparse, on_bytes=on_bytes)
+        """Writes `out`, replacing it; calls on_bytes after each group of bytes. A failure leaves no file.
+
+        sparse: zeros at the end of a group, which is two-dimensional, become a hole.
+        """
+        try:
+            with _part_file(out) as (part, file):
+                self.write_header(part)
+                file.seek(0, os.SEEK_END)
+                file.write(b"\0" * (-file.tell() % gguf.GGUF_DEFAULT_ALIGNMENT))  # up to the first tensor
+                for groups in self.data():
+                    for data in groups:
+                        n_live = 1 + max(np.flatnonzero(data.any(axis=1)), default=-1) if sparse else len(data)
+                        file.write(data[:n_live].data)
+                        file.seek(data[n_live:].nbytes, os.SEEK_CUR)  # a hole
+                        on_bytes(data.nbytes)
+                    file.write(b"\0" * (-file.tell() % gguf.GGUF_DEFAULT_ALIGNMENT))
+                file.truncate()  # to where the last hole ends
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            if error.errno in DISK_FULL_ERRORS:
+                raise DiskSpaceError(
+                    f"Cannot write {out}: {(error.strerror or 'no room').lower()}.", "Free some space and try again."
+                ) from None
+            raise
 
     def write_header(self, path: Path) -> None:
         """Writes metadata and the list of tensors."""
@@ -107,41 +130,6 @@ class FilePlan(ABC):
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         writer.close()
-
-
-def stream(
-    out: Path,
-    write_header: Callable[[Path], None],
-    tensors: Iterable[Iterable[Bytes]],
-    *,
-    sparse: bool,
-    on_bytes: OnBytes,
-) -> None:
-    """Writes a GGUF file from its header and the bytes of its tensors, each in groups of rows or of bytes.
-
-    The file replaces `out`. sparse: zeros at the end of a group, which is two-dimensional, become a hole.
-    """
-    try:
-        with _part_file(out) as (part, file):
-            write_header(part)
-            file.seek(0, os.SEEK_END)
-            file.write(b"\0" * (-file.tell() % gguf.GGUF_DEFAULT_ALIGNMENT))  # up to the first tensor
-            for groups in tensors:
-                for data in groups:
-                    n_live = 1 + max(np.flatnonzero(data.any(axis=1)), default=-1) if sparse else len(data)
-                    file.write(data[:n_live].data)
-                    file.seek(data[n_live:].nbytes, os.SEEK_CUR)  # a hole
-                    on_bytes(data.nbytes)
-                file.write(b"\0" * (-file.tell() % gguf.GGUF_DEFAULT_ALIGNMENT))
-            file.truncate()  # to where the last hole ends
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        if error.errno in DISK_FULL_ERRORS:
-            raise DiskSpaceError(
-                f"Cannot write {out}: {(error.strerror or 'no room').lower()}.", "Free some space and try again."
-            ) from None
-        raise
 
 
 @contextmanager
