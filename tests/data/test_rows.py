@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from moeedge.data.datasets import load_dataset
-from moeedge.data.prompts import PromptMessage, Row, parse_gsm8k, read_rows
+from moeedge.data.prompts import PromptMessage, Row, parse_gsm8k, parse_instructions, read_rows
 from moeedge.errors import DatasetError
 
 _GOOD = '{"prompt": "Hello"}\n'
@@ -100,3 +100,8 @@ def test_json_and_csv(tmp_path: Path) -> None:
 )
 def test_the_shapes_of_published_records(fields: dict[str, object]) -> None:
     assert parse_gsm8k(Row(fields, 1, "x, line 1")).turns[0][0].content == "2 + 2?"
+
+
+def test_an_instruction_with_its_input() -> None:
+    row = Row({"instruction": "Shorten.", "input": "A text."}, 1, "x, line 1")
+    assert parse_instructions(row).turns[0][0].content == "Shorten.\n\nA text."

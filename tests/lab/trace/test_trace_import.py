@@ -127,7 +127,10 @@ def test_files_that_are_no_traces(tmp_path: Path) -> None:
     (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00pos")
     (tmp_path / "text.npy").write_text("no array")
     np.savez(tmp_path / "other.npz", ids=np.zeros((2, 2)))
-    np.savez(tmp_path / "sum.npz", ids=np.zeros((2, 2, 2), dtype=np.uint8), lengths=np.array([1, 2]))
+    ids = np.zeros((2, 2, 2), dtype=np.uint8)
+    np.savez(tmp_path / "sum.npz", ids=ids, lengths=np.array([1, 2]))
+    np.savez(tmp_path / "lengths.npz", ids=ids, lengths=np.array([-1, 3]))
+    np.savez(tmp_path / "phase.npz", ids=ids, phase=np.array([0, 2]))
     np.save(tmp_path / "cut.npy", np.zeros((100, 2, 2), dtype=np.uint8))
     (tmp_path / "cut.npy").write_bytes((tmp_path / "cut.npy").read_bytes()[:200])
     for name, message in (
@@ -137,6 +140,8 @@ def test_files_that_are_no_traces(tmp_path: Path) -> None:
         ("text.npy", "is damaged"),
         ("other.npz", "integer array ids"),
         ("sum.npz", "add up to 3"),
+        ("lengths.npz", "not a list of counts"),
+        ("phase.npz", "phase is not 0 or 1"),
         ("cut.npy", r"cut\.npy"),
     ):
         with pytest.raises(InputError, match=message):
