@@ -34,11 +34,6 @@ def _empty_places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{free.getsockname()[1]}")
 
 
-def _hub_key(name: str) -> tuple[str, str]:
-    source = CATALOG[name].hub[0]
-    return f"datasets/{source.repo}", source.file
-
-
 def _texts(dataset: Dataset) -> list[list[str]]:
     return [[message.content for turn in prompt.turns for message in turn] for prompt in dataset.prompts]
 

@@ -95,13 +95,8 @@ def test_json_and_csv(tmp_path: Path) -> None:
         read_rows(tmp_path / "f.csv")
 
 
-@pytest.mark.parametrize(
-    "fields", [{"question": "2 + 2?"}, {"turns": ["2 + 2?"]}, {"prompt": "2 + 2?"}, {"prompt": ["2 + 2?"]}]
-)
-def test_the_shapes_of_published_records(fields: dict[str, object]) -> None:
-    assert parse_gsm8k(Row(fields, 1, "x, line 1")).turns[0][0].content == "2 + 2?"
-
-
-def test_an_instruction_with_its_input() -> None:
-    row = Row({"instruction": "Shorten.", "input": "A text."}, 1, "x, line 1")
-    assert parse_instructions(row).turns[0][0].content == "Shorten.\n\nA text."
+def test_the_shapes_of_published_records() -> None:
+    given = parse_instructions(Row({"instruction": "Shorten.", "input": "A text."}, 1, "x, line 1"))
+    assert given.turns[0][0].content == "Shorten.\n\nA text."
+    for fields in ({"question": "2 + 2?"}, {"turns": ["2 + 2?"]}, {"prompt": "2 + 2?"}, {"prompt": ["2 + 2?"]}):
+        assert parse_gsm8k(Row(dict(fields), 1, "x, line 1")).turns[0][0].content == "2 + 2?"

@@ -148,9 +148,6 @@ def test_files_that_are_no_traces(tmp_path: Path) -> None:
             read_trace(tmp_path / name)
 
 
-TYPES = ("u1", "i1", "u2", ">i2", "i8", "u8", "f4", "U3", "M8[s]", "?")
-
-
 @pytest.mark.parametrize("kind", ["u1", "i2", "u4", "i8", "u8", ">u8"])
 def test_integers_of_any_type_are_ids_and_lengths(tmp_path: Path, kind: str) -> None:
     ids = (np.arange(24).reshape(6, 2, 2) % 8).astype(kind)
