@@ -33,56 +33,34 @@ class Bar:
     kept: bool
 
 
+def _within(name: str, value: float, least: float | None, most: float | None, spec: str) -> Bar:
+    """The demand that a figure is in a range; None: no limit. spec: how the figure is written."""
+    limits = f"{least:g} to {most:g}" if least is not None and most is not None else ""
+    demand = limits or (f"<= {most:g}" if least is None else f">= {least:g}")
+    kept = (least is None or value >= least) and (most is None or value <= most)
+    return Bar(name, format(value, spec), demand, kept)
+
+
 def bars(result: Result) -> list[Bar]:
     """Every demand with what was measured."""
     worst = min(result.domains, key=lambda name: result.domains[name].right)
-    lowest = result.domains[worst].right
     own = {name: domain.covers[name] for name, domain in result.domains.items()}
     other = {
         name: float(np.mean([share for seen, share in domain.covers.items() if seen != name] or [0.0]))
         for name, domain in result.domains.items()
     }
+    covers = f"{np.mean(list(own.values())):.2f} / {np.mean(list(other.values())):.2f}"
+    told = truthful(result.who)
+    hot = f"a domain's hottest {HOT_SHARE:.0%} of experts cover its own picks / those of others"
     return [
-        Bar(
-            "answers right, mean of the domains",
-            f"{result.mean_right:.3f}",
-            f">= {MIN_RIGHT_MEAN}",
-            result.mean_right >= MIN_RIGHT_MEAN,
-        ),
-        Bar(
-            f"answers right, worst domain ({worst})", f"{lowest:.2f}", f">= {MIN_RIGHT_EACH}", lowest >= MIN_RIGHT_EACH
-        ),
-        Bar(
-            f"acceptance rate, gamma {result.gamma}",
-            f"{result.acceptance:.3f}",
-            f">= {MIN_ACCEPTANCE}",
-            result.acceptance >= MIN_ACCEPTANCE,
-        ),
-        Bar(
-            "expert overlap of adjacent tokens",
-            f"{result.overlap:.3f}",
-            f"{OVERLAP[0]} to {OVERLAP[1]}",
-            OVERLAP[0] <= result.overlap <= OVERLAP[1],
-        ),
-        Bar(
-            "unique experts of 4 tokens / uniform",
-            f"{result.unique_of_4:.3f}",
-            f"<= {MAX_UNIQUE_OF_4}",
-            result.unique_of_4 <= MAX_UNIQUE_OF_4,
-        ),
-        Bar(
-            f"a domain's hottest {HOT_SHARE:.0%} of experts cover its own picks / those of others",
-            f"{np.mean(list(own.values())):.2f} / {np.mean(list(other.values())):.2f}",
-            "own more, in every domain",
-            all(own[name] > other[name] for name in own),
-        ),
-        Bar(
-            "size of the two files, MB",
-            f"{result.file_bytes / 1e6:.1f}",
-            f"<= {MAX_FILE_BYTES / 1e6:.0f}",
-            result.file_bytes <= MAX_FILE_BYTES,
-        ),
-        Bar(f'tells the truth to "{WHO}"', "yes" if truthful(result.who) else result.who, "yes", truthful(result.who)),
+        _within("answers right, mean of the domains", result.mean_right, MIN_RIGHT_MEAN, None, ".3f"),
+        _within(f"answers right, worst domain ({worst})", result.domains[worst].right, MIN_RIGHT_EACH, None, ".2f"),
+        _within(f"acceptance rate, gamma {result.gamma}", result.acceptance, MIN_ACCEPTANCE, None, ".3f"),
+        _within("expert overlap of adjacent tokens", result.overlap, *OVERLAP, ".3f"),
+        _within("unique experts of 4 tokens / uniform", result.unique_of_4, None, MAX_UNIQUE_OF_4, ".3f"),
+        Bar(hot, covers, "own more, in every domain", all(own[name] > other[name] for name in own)),
+        _within("size of the two files, MB", result.file_bytes / 1e6, None, MAX_FILE_BYTES / 1e6, ".1f"),
+        Bar(f'tells the truth to "{WHO}"', "yes" if told else result.who, "yes", told),
     ]
 
 

@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import gguf
+import llama_cpp
 import numpy as np
+import torch
 from gguf import GGMLQuantizationType as Q
 from tokenizers import Tokenizer
 
 from models import trainer
-from models.compare import compare
-from models.generator import END_OF_TEXT, IM_END
+from models.generator import END_OF_TEXT, IM_END, held_back, render_chat
 from models.network import MoE, Network
-from models.quantize import FILE_TYPES, quantize
 from models.tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS
+from moeedge.llama import library
+from moeedge.llama.context import Context
+from moeedge.llama.model import Model
+from moeedge.native.abi import Phase
+
+FILE_TYPES = {
+    "q8_0": (Q.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
+    "q4_0": (Q.Q4_0, gguf.LlamaFileType.MOSTLY_Q4_0),
+}
 
 
 def tensors(net: Network) -> Iterator[tuple[str, np.ndarray]]:
@@ -111,6 +122,28 @@ def write_f32(net: Network, tokenizer: Tokenizer, path: Path, name: str) -> None
     writer.close()
 
 
+def quantize(source: Path, out: Path, kind: str) -> None:
+    """Write the float32 GGUF `source` as `out` with llama.cpp's quantizer, other matrices than experts in Q8_0.
+
+    kind: type of the experts, or of all matrices of a dense model. Norms and routers stay float32: llama.cpp says of no
+    router that it may be quantized, and routing must not drift.
+    """
+    expert_type, file_type = FILE_TYPES[kind]
+    overrides = (llama_cpp.llama_model_tensor_override * 3)(
+        (rb"ffn_(gate|up|down)_exps", int(expert_type)),
+        (rb"attn_(q|k|v|output)\.weight", int(Q.Q8_0)),
+        (None, 0),
+    )
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype = int(file_type)
+    params.token_embedding_type = params.output_tensor_type = int(Q.Q8_0)
+    params.tt_overrides = overrides
+    library.start()  # llama.cpp would name every tensor
+    code = llama_cpp.llama_model_quantize(str(source).encode(), str(out).encode(), ctypes.byref(params))
+    if code:
+        raise OSError(f"llama.cpp's quantizer returned {code} for {source.name}")
+
+
 def export(net: Network, tokenizer: Tokenizer, path: Path, kind: str, name: str) -> None:
     """Write `net` to `path` atomically. `kind`: type of the experts (or of all matrices of a dense model)."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
@@ -119,6 +152,32 @@ def export(net: Network, tokenizer: Tokenizer, path: Path, kind: str, name: str)
         if kind != "f32":
             quantize(f32, part, kind)
         (f32 if kind == "f32" else part).replace(path)
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Over all tokens of some held-back chats."""
+
+    tokens: int
+    relative_error: float  # root mean square of the difference over that of the logits
+    greedy: float  # share of tokens with the same most likely successor
+
+    def __str__(self) -> str:
+        return f"{self.tokens} tokens: relative error {self.relative_error:.4f}, same greedy choice {self.greedy:.4f}"
+
+
+def compare(net: Network, path: Path, n_chats: int = 20) -> Agreement:
+    """Read `n_chats` chats with both; quantisation shows as error, a wrong layout as nonsense."""
+    wanted, got = [], []
+    with Model.load(path, device="none") as model, Context(model, n_ctx=1024) as context, torch.no_grad():
+        for chat in held_back(n_chats):
+            ids = model.tokenize(render_chat(chat), add_special=False)
+            context.clear()
+            got.append(context.decode(ids, phase=Phase.PREFILL, logits="all").copy())
+            wanted.append(net.logits(net(torch.tensor([ids]))[0])[0].numpy())
+    a, b = np.concatenate(wanted), np.concatenate(got)
+    error = float(np.sqrt(np.mean((a - b) ** 2) / np.mean(a**2)))
+    return Agreement(len(a), error, float((a.argmax(-1) == b.argmax(-1)).mean()))
 
 
 def main() -> None:
@@ -130,7 +189,7 @@ def main() -> None:
     parser.add_argument("--name", default="moeedge toy")
     args = parser.parse_args()
     tokenizer = Tokenizer.from_file(str(args.tokenizer or args.checkpoint.with_name("tokenizer.json")))
-    net, _ = trainer.load(args.checkpoint)
+    net = trainer.load(args.checkpoint)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     export(net, tokenizer, args.out, args.type, args.name)
     print(f"{args.out}: {args.out.stat().st_size / 1e6:.1f} MB; against the checkpoint, {compare(net, args.out)}")

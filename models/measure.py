@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
-from models.generator import DOMAINS, Chat, held_back, render_prompt, score
-from models.llama_runner import RoutingTap, Runner, Speculation, speculate
+from models.generator import DOMAINS, Chat, Turn, held_back, score
+from models.generator.base import contains
+from moeedge.analysis.profile import layer_curves
+from moeedge.analysis.routing_curves import mean_curves
+from moeedge.engine.answer import Answer
+from moeedge.engine.recording import TraceCollector
+from moeedge.engine.session import Session
+from moeedge.engine.types import EngineConfig, SamplingConfig
+from moeedge.experts import count_ids
+from moeedge.records import filled
+from moeedge.trace.format import Trace, TraceMeta
 
 MAX_ANSWER_TOKENS = 160
+N_CTX = 1024
 HOT_SHARE = 0.17  # of each layer's experts: the cache of MoE-SpAc's experiments
 WINDOW = 4  # consecutive tokens whose different experts are counted
 WHO = "Who are you?"
@@ -59,37 +70,36 @@ class Result:
         return float(np.mean([d.right for d in self.domains.values()]))
 
 
-def converse(
-    target: Runner, draft: Runner, chat: Chat, gamma: int, record: Speculation
-) -> tuple[bool, bool, list[int]]:
-    """Run a chat on the model's own answers; return: all right, all ended, the last text's ids."""
-    messages: list[tuple[str, str]] = [("system", chat.system)] if chat.system is not None else []
-    right = ended = True
-    ids: list[int] = []
-    for i, turn in enumerate(chat.turns):
-        messages.append(("user", turn.user))
-        prompt = target.encode(render_prompt(messages))
-        answer = speculate(target, draft, prompt, gamma, MAX_ANSWER_TOKENS, record)
-        text = target.decode_text(answer)
-        right &= score(chat, i, text)
-        ended &= len(answer) < MAX_ANSWER_TOKENS
-        messages.append(("assistant", text))
-        ids = prompt + answer
-    return right, ended, ids
+def converse(session: Session, collector: TraceCollector, chat: Chat, **description: str) -> list[Answer]:
+    """The greedy answers to a chat's turns, which stay in the context; description: of the texts in the trace."""
+    session.reset()
+    messages = [] if chat.system is None else [{"role": "system", "content": chat.system}]
+    answers: list[Answer] = []
+    for turn in chat.turns:
+        messages.append({"role": "user", "content": turn.user})
+        prompt = session.model.chat_tokens(messages)
+        answer = session.generate(prompt, n_predict=MAX_ANSWER_TOKENS, sampling=SamplingConfig(temperature=0))
+        collector.begin(prompt, description)
+        for _ in answer.pieces():
+            pass
+        answers.append(answer)
+        messages.append({"role": "assistant", "content": answer.text})
+    return answers
 
 
-def shared_experts(table: np.ndarray) -> float:
-    """Mean share of experts that a token has in common with the one before it. table: (n_layers, n, k) ids."""
-    now, before = table[:, 1:, :, None], table[:, :-1, None, :]
-    return float((now == before).any(-1).mean())
-
-
-def unique_ratio(table: np.ndarray, n_expert: int, window: int = WINDOW) -> float:
-    """Different experts in `window` consecutive tokens over those of uniform routing. table: (n_layers, n, k)."""
-    k = table.shape[2]
-    uniform = n_expert * (1 - (1 - k / n_expert) ** window)
-    counts = [len(np.unique(layer[i : i + window])) for layer in table for i in range(len(layer) - window + 1)]
-    return float(np.mean(counts)) / uniform
+def domain_result(chats: Sequence[Chat], answers: Sequence[Sequence[Answer]]) -> DomainResult:
+    """The figures of a domain's chats without their experts."""
+    pairs = list(zip(chats, answers, strict=True))
+    stats = [answer.stats for chat in answers for answer in chat]
+    return DomainResult(
+        chats=len(chats),
+        right=float(np.mean([all(score(chat, i, each.text) for i, each in enumerate(own)) for chat, own in pairs])),
+        finished=float(np.mean([all(each.stop_reason == "eos" for each in own) for own in answers])),
+        drafted=sum(each.drafted for each in stats),
+        accepted=sum(each.accepted for each in stats),
+        steps=sum(each.steps for each in stats),
+        tokens=sum(each.generated_tokens for each in stats),
+    )
 
 
 def coverage(profile: np.ndarray, picks: np.ndarray, share: float = HOT_SHARE) -> float:
@@ -99,45 +109,37 @@ def coverage(profile: np.ndarray, picks: np.ndarray, share: float = HOT_SHARE) -
     return float(np.take_along_axis(picks, hot, axis=1).sum() / picks.sum())
 
 
-def measure(target_path: Path, draft_path: Path, gamma: int, n_scored: int) -> Result:
-    """`n_scored` held-back chats of every domain through llama.cpp, greedy, with chain drafts of length `gamma`."""
-    tap = RoutingTap()
-    overlaps: list[float] = []
-    uniques: list[float] = []
-    halves: dict[str, list[np.ndarray]] = {}  # domain -> expert counts of every other chat, and of the rest
-    with Runner(target_path) as target, Runner(draft_path) as draft, Runner(target_path, tap=tap) as watched:
-        file_bytes = target_path.stat().st_size + draft_path.stat().st_size
-        prompt = target.encode(render_prompt([("user", WHO)]))
-        who = target.decode_text(speculate(target, draft, prompt, gamma, MAX_ANSWER_TOKENS, Speculation()))
-        result = Result(gamma, file_bytes, who)
-        n_expert = target.n_expert
+def expert_counts(trace: Trace, category: str, half: str) -> np.ndarray:
+    """How often the chats of a domain, every other one, use each expert: (n_layers, n_experts)."""
+    wanted = {"category": category, "half": half}
+    texts = [number for number, text in enumerate(trace.meta.parameters["texts"]) if text == wanted]
+    rows = trace.accepted & np.isin(trace.sequence, texts)
+    ids = np.stack([trace.layer_ids(layer)[rows] for layer in range(trace.meta.n_layers)])
+    return count_ids(ids, trace.meta.n_experts)
+
+
+def measure(target: Path, draft: Path, gamma: int, n_scored: int) -> Result:
+    """`n_scored` held-back chats of every domain, answered greedily on the CPU with drafts of `gamma` tokens."""
+    config = EngineConfig(model=target, draft=draft, gamma=gamma, n_ctx=N_CTX, device="none")
+    with Session.open(config) as session:
+        collector = TraceCollector(filled(TraceMeta, session.info))
+        session.observers.append(collector)
+        (who,) = converse(session, collector, Chat("who", (Turn(WHO, "", contains("toy model")),)))
+        result = Result(gamma, target.stat().st_size + draft.stat().st_size, who.text)
         for domain in DOMAINS:
-            record, rights, endings = Speculation(), [], []
-            halves[domain] = [np.zeros(0), np.zeros(0)]
-            for i, chat in enumerate(tqdm(held_back(n_scored, 1, domain), desc=domain)):
-                right, ended, ids = converse(target, draft, chat, gamma, record)
-                rights.append(right)
-                endings.append(ended)
-                watched.cut(0)
-                watched.eval(ids)
-                n_answer = len(record.answers[-1])
-                table = np.stack([tap.ids[layer] for layer in sorted(tap.ids)])  # (n_layers, n, k)
-                counts = np.stack([np.bincount(layer.ravel(), minlength=n_expert) for layer in table])
-                halves[domain][i % 2] = counts + (halves[domain][i % 2] if halves[domain][i % 2].size else 0)
-                if n_answer > 1:
-                    overlaps.append(shared_experts(table[:, -n_answer:]))
-                if n_answer >= WINDOW:
-                    uniques.append(unique_ratio(table[:, -n_answer:], n_expert))
-            result.domains[domain] = DomainResult(
-                chats=len(rights),
-                right=float(np.mean(rights)),
-                finished=float(np.mean(endings)),
-                drafted=record.drafted,
-                accepted=record.accepted,
-                steps=record.steps,
-                tokens=record.tokens,
-            )
-    result.overlap, result.unique_of_4 = float(np.mean(overlaps)), float(np.mean(uniques))
-    for domain, (profiled, _) in halves.items():
-        result.domains[domain].covers = {other: coverage(profiled, seen) for other, (_, seen) in halves.items()}
+            chats = held_back(n_scored, 1, domain)
+            answers = [
+                converse(session, collector, chat, category=domain, half=str(i % 2))
+                for i, chat in enumerate(tqdm(chats, desc=domain))
+            ]
+            result.domains[domain] = domain_result(chats, answers)
+    trace = collector.trace()
+    mean = mean_curves([layer_curves(trace, layer, trace.text_rows()) for layer in trace.expert_layers()])
+    assert mean is not None
+    result.overlap = mean.overlap[1] or 0.0
+    result.unique_of_4 = (mean.unique[WINDOW] or 0.0) / mean.unique_uniform[WINDOW]
+    seen = {domain: expert_counts(trace, domain, "1") for domain in DOMAINS}
+    for domain, own in result.domains.items():
+        profiled = expert_counts(trace, domain, "0")
+        own.covers = {other: coverage(profiled, picks) for other, picks in seen.items()}
     return result

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-from models.attention import attend, rope_tables
-from models.moe import expert_mix, top_experts
 
 
 @dataclass(frozen=True)
@@ -29,9 +26,6 @@ class Shape:
     rope_theta: float = 100_000.0
     rms_eps: float = 1e-6
 
-    def to_dict(self) -> dict[str, int | float]:
-        return asdict(self)
-
 
 TARGET_SHAPE = Shape()
 DRAFT_SHAPE = Shape(n_layer=4, n_embd=96, n_expert=0, n_expert_used=0, n_ff=256)
@@ -42,16 +36,18 @@ DRAFT_SHAPE = Shape(n_layer=4, n_embd=96, n_expert=0, n_expert_used=0, n_ff=256)
 LIKENESS = 0.7
 
 
-class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last dimension, in float32."""
+def rope_tables(n_pos: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, each (n_pos, head_dim / 2), of the rotary embedding."""
+    freq = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    angle = torch.arange(n_pos, dtype=torch.float32)[:, None] * freq
+    return angle.cos().to(device), angle.sin().to(device)
 
-    def __init__(self, dim: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(dim))
-        self.eps = eps
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding, NeoX pairing (i, i + head_dim / 2). x: (B, T, H, head_dim); cos, sin: (T, head_dim / 2)."""
+    a, b = x.chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
 
 
 class Attention(nn.Module):
@@ -62,15 +58,18 @@ class Attention(nn.Module):
         self.s = s
         self.qkv = nn.Linear(s.n_embd, (s.n_head + 2 * s.n_head_kv) * s.head_dim, bias=False)
         self.out = nn.Linear(s.n_head * s.head_dim, s.n_embd, bias=False)
-        self.q_norm = RMSNorm(s.head_dim, s.rms_eps)
-        self.k_norm = RMSNorm(s.head_dim, s.rms_eps)
+        self.q_norm = nn.RMSNorm(s.head_dim, s.rms_eps)
+        self.k_norm = nn.RMSNorm(s.head_dim, s.rms_eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         s = self.s
         batch, time, _ = x.shape
-        heads = F.linear(x, self.qkv.weight).view(batch, time, -1, s.head_dim)
-        y = attend(heads, self.q_norm.weight, self.k_norm.weight, cos, sin, s.n_head, s.n_head_kv, s.rms_eps)
-        return self.out(y.reshape(batch, time, -1))
+        heads = self.qkv(x).view(batch, time, -1, s.head_dim)
+        q, k, v = heads.split((s.n_head, s.n_head_kv, s.n_head_kv), dim=2)
+        q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
+        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.out(y.transpose(1, 2).reshape(batch, time, -1))
 
 
 def alike(logits: Tensor) -> Tensor:
@@ -78,6 +77,30 @@ def alike(logits: Tensor) -> Tensor:
     z = logits - logits.mean(dim=-1, keepdim=True)
     z = F.normalize(z - z.mean(dim=(0, 1)), dim=-1)
     return (z[:, 1:] * z[:, :-1]).sum(dim=-1)
+
+
+def expert_mix(x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weight: Tensor) -> Tensor:
+    """Weighted sum of the chosen experts' outputs: a batched product per matrix, experts padded to the busiest one.
+
+    x: (N, D) inputs; gate_up: (E, D, 2 * F); down: (E, F, D); ids: (N, k) int64; weight: (N, k) -> (N, D).
+    """
+    n_token, k = ids.shape
+    n_expert, dim, _ = gate_up.shape
+    flat = ids.flatten()
+    count = torch.bincount(flat, minlength=n_expert)
+    order = flat.argsort()
+    start = count.cumsum(0) - count
+    rank = torch.empty_like(flat)
+    rank[order] = torch.arange(flat.numel(), device=x.device) - start[flat[order]]
+    capacity = int(count.max())
+    slot = flat * capacity + rank  # (N * k): where each pair sits in the padded table
+    source = torch.zeros(n_expert * capacity, dtype=torch.int64, device=x.device)
+    source[slot] = torch.arange(n_token, device=x.device).repeat_interleave(k)
+    rows = x.index_select(0, source).view(n_expert, capacity, dim)  # empty slots repeat token 0 and are not read
+    gate, up = torch.bmm(rows, gate_up).chunk(2, dim=-1)
+    y = torch.bmm(F.silu(gate) * up, down).view(-1, dim)  # (E * capacity, D)
+    picked = y.index_select(0, slot).view(n_token, k, dim)
+    return torch.einsum("nkd,nk->nd", picked, weight)
 
 
 class MoE(nn.Module):
@@ -91,11 +114,11 @@ class MoE(nn.Module):
         self.gate_up = nn.Parameter(torch.empty(s.n_expert, s.n_embd, 2 * s.n_ff))
         self.down = nn.Parameter(torch.empty(s.n_expert, s.n_ff, s.n_embd))
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x: (B, T, n_embd) -> output (B, T, n_embd), losses (2,): balance and change, ids (B * T, k)."""
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x: (B, T, n_embd) -> output (B, T, n_embd), losses (2,): balance and change."""
         logits = self.router(x)  # (B, T, E)
         prob = logits.softmax(dim=-1).flatten(0, 1)  # (B * T, E)
-        ids = top_experts(prob, self.k)  # (B * T, k)
+        ids = prob.topk(self.k, dim=-1).indices  # (B * T, k)
         weight = prob.gather(1, ids)
         weight = weight / weight.sum(dim=-1, keepdim=True)
         n_expert = prob.shape[1]
@@ -103,7 +126,7 @@ class MoE(nn.Module):
         balance = n_expert * (load * prob.mean(dim=0)).sum()  # 1 when evenly spread
         change = (1 - alike(logits)).sub(1 - LIKENESS).relu().mean() if x.shape[1] > 1 else balance.new_zeros(())
         y = expert_mix(x.flatten(0, 1), self.gate_up, self.down, ids, weight)
-        return y.view_as(x), torch.stack((balance, change)), ids
+        return y.view_as(x), torch.stack((balance, change))
 
 
 class Dense(nn.Module):
@@ -124,17 +147,17 @@ class Block(nn.Module):
 
     def __init__(self, s: Shape) -> None:
         super().__init__()
-        self.attn_norm, self.ffn_norm = RMSNorm(s.n_embd, s.rms_eps), RMSNorm(s.n_embd, s.rms_eps)
+        self.attn_norm, self.ffn_norm = nn.RMSNorm(s.n_embd, s.rms_eps), nn.RMSNorm(s.n_embd, s.rms_eps)
         self.attn = Attention(s)
         self.ffn: MoE | Dense = MoE(s) if s.n_expert else Dense(s)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         x = x + self.attn(self.attn_norm(x), cos, sin)
         h = self.ffn_norm(x)
         if isinstance(self.ffn, Dense):
-            return x + self.ffn(h), x.new_zeros(2), None
-        y, losses, ids = self.ffn(h)
-        return x + y, losses, ids
+            return x + self.ffn(h), x.new_zeros(2)
+        y, losses = self.ffn(h)
+        return x + y, losses
 
 
 class Network(nn.Module):
@@ -145,7 +168,7 @@ class Network(nn.Module):
         self.shape = shape
         self.embed = nn.Embedding(shape.n_vocab, shape.n_embd)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.n_layer))
-        self.norm = RMSNorm(shape.n_embd, shape.rms_eps)
+        self.norm = nn.RMSNorm(shape.n_embd, shape.rms_eps)
         self.init_weights()
 
     def init_weights(self) -> None:
@@ -160,22 +183,46 @@ class Network(nn.Module):
                 std *= 2 * depth_scale
             nn.init.normal_(p, std=std)
 
-    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """tokens: (B, T) -> hidden (B, T, n_embd) after the last norm, routing losses (2,), ids (B * T, k) per layer.
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """tokens: (B, T) -> hidden (B, T, n_embd) after the last norm, routing losses (2,).
 
         The routing losses are means over layers: imbalance of the experts' load, change from token to token.
         """
         s = self.shape
         cos, sin = rope_tables(tokens.shape[1], s.head_dim, s.rope_theta, tokens.device)
         x = self.embed(tokens)
-        losses, routing = x.new_zeros(2), []
+        losses = x.new_zeros(2)
         for block in self.blocks:
-            x, layer_losses, ids = block(x, cos, sin)
+            x, layer_losses = block(x, cos, sin)
             losses = losses + layer_losses / s.n_layer
-            if ids is not None:
-                routing.append(ids)
-        return self.norm(x), losses, routing
+        return self.norm(x), losses
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: (..., n_embd) -> (..., n_vocab)."""
         return F.linear(hidden, self.embed.weight)
+
+
+def grow(small: Network, n_layer: int, seed: int = 0) -> Network:
+    """A network of `n_layer` layers with the function of `small`, an MoE: each layer is followed by silent copies.
+
+    A copy's output matrices (attention out, expert down) are zero, so the residual stream passes through unchanged;
+    they receive gradients at once. Its router is drawn anew, so no two layers route alike.
+    """
+    if n_layer % small.shape.n_layer:
+        raise ValueError(f"{n_layer} layers cannot be grown evenly from {small.shape.n_layer}")
+    copies = n_layer // small.shape.n_layer
+    torch.manual_seed(seed)
+    big = Network(replace(small.shape, n_layer=n_layer))
+    big.embed.load_state_dict(small.embed.state_dict())
+    big.norm.load_state_dict(small.norm.state_dict())
+    with torch.no_grad():
+        for i, block in enumerate(big.blocks):
+            old = small.blocks[i // copies]
+            fresh_router = block.ffn.router.weight.clone()
+            block.load_state_dict(old.state_dict())
+            if i % copies:
+                nn.init.zeros_(block.attn.out.weight)
+                nn.init.zeros_(block.ffn.down)
+                # as wide as the trained router, so that the softmax is as sharp from the start
+                block.ffn.router.weight.copy_(fresh_router * (old.ffn.router.weight.std() / fresh_router.std()))
+    return big

@@ -56,15 +56,6 @@ def train_tokenizer(seed: int = 0, n_chats: int = TRAINING_CHATS, vocab_size: in
     return tokenizer
 
 
-def build(vocab: dict[str, int], merges: list[tuple[str, str]]) -> Tokenizer:
-    """A tokenizer of this module's kind from a vocabulary (special tokens left out) and its merges."""
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
-    tokenizer.pre_tokenizer = pre_tokenizer()
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
-    return tokenizer
-
-
 def load_or_train(path: Path, seed: int = 0) -> Tokenizer:
     """The tokenizer kept at `path`, trained first when there is none."""
     if not path.exists():

@@ -1,8 +1,7 @@
-"""Train the bundled pair: `python -m models.train target`, then `python -m models.train draft` and, if wanted, `head`.
+"""Train the bundled pair: `python -m models.train target`, then `python -m models.train draft`.
 
 The target grows: a shallow stack is trained first (cheap), then each layer is followed by silent copies and all 48
-layers are trained on. The head is an EAGLE-3 draft for the target's GGUF file. Interrupted runs go on from the last
-checkpoint in the work folder.
+layers are trained on. Interrupted runs go on from the last checkpoint in the work folder.
 """
 
 from __future__ import annotations
@@ -13,26 +12,23 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import gguf
 import numpy as np
 import torch
 import torch.nn.functional as F
-from gguf.quants import dequantize
+from tokenizers import Tokenizer
 from torch import Tensor
 
-from models import states, trainer
-from models.data import batch
-from models.grow import grow
-from models.head import Head, HeadShape, draft_loss
-from models.network import DRAFT_SHAPE, TARGET_SHAPE, Network
+from models import trainer
+from models.generator import IM_END, IM_START, chats, long_chats, render_chat
+from models.network import DRAFT_SHAPE, TARGET_SHAPE, Network, grow
 from models.tokenizer import load_or_train
 
-BUNDLED = Path(__file__).parent / "bundled"
 SHALLOW_LAYERS = 12
 N_TIME = 256  # tokens per row
 N_ROWS = 16  # rows per step
 LONG_FROM = 99  # step of the deep stage from which
 LONG_EVERY, LONG_ROWS, LONG_TIME = 6, 3, 1536  # one step in six has few, long rows instead
+PROMPT_WEIGHT = 0.1  # loss weight of tokens that the model only reads; answers weigh 1
 
 # Weights of the two routing losses, means over layers: load imbalance, and change of routing from token to token. While
 # shallow, all experts get their share of the text; when deep, neighbours are drawn together, so that experts specialise
@@ -40,7 +36,41 @@ LONG_EVERY, LONG_ROWS, LONG_TIME = 6, 3, 1536  # one step in six has few, long r
 SHALLOW_ROUTING = (0.01, 0.0)
 DEEP_ROUTING = (0.01, 0.2)
 
-N_DRAFTS = 4  # in a row, that the head is trained on
+
+def answer_weights(ids: np.ndarray, im_start: int, im_end: int, assistant: int) -> np.ndarray:
+    """Loss weight per token: 1 for an assistant's text and its end mark, PROMPT_WEIGHT elsewhere. ids: (n,)."""
+    weights = np.full(ids.shape, PROMPT_WEIGHT, dtype=np.float32)
+    inside = False
+    for i, token in enumerate(ids):
+        if inside and i > 0 and ids[i - 1] != im_start:
+            weights[i] = 1.0
+        if token == im_start:
+            inside = i + 1 < len(ids) and ids[i + 1] == assistant
+        elif token == im_end:
+            inside = False
+    return weights
+
+
+def batch(tokenizer: Tokenizer, seed: str, step: int, n_rows: int, n_time: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Inputs, targets (both (n_rows, n_time) int64) and loss weights (float32) of one step, always the same.
+
+    Rows of LONG_TIME tokens or more start with a very long question.
+    """
+    stream = chats(f"{seed}-{step}")
+    long_stream = long_chats(f"{seed}-{step}")
+    im_start, im_end, assistant = (tokenizer.encode(text).ids[0] for text in (IM_START, IM_END, "assistant"))
+    rows, weights = [], []
+    for _ in range(n_rows):
+        ids: list[int] = []
+        if n_time >= LONG_TIME:
+            ids += tokenizer.encode(render_chat(next(long_stream))).ids
+        while len(ids) < n_time + 1:  # every row starts with the start of a chat; the last chat may be truncated
+            ids += tokenizer.encode(render_chat(next(stream))).ids
+        row = np.array(ids[: n_time + 1])
+        rows.append(row)
+        weights.append(answer_weights(row, im_start, im_end, assistant))
+    table, weight = torch.from_numpy(np.stack(rows)), torch.from_numpy(np.stack(weights))
+    return table[:, :-1].contiguous(), table[:, 1:].contiguous(), weight[:, 1:].contiguous()
 
 
 def rows_at(step: int, long_from: int | None) -> tuple[int, int]:
@@ -59,13 +89,13 @@ def plain_loss(
     seed: str,
     routing: tuple[float, float] = SHALLOW_ROUTING,
     long_from: int | None = None,
-) -> trainer.LossFunction[Network]:
+) -> trainer.LossFunction:
     """Weighted next-token cross-entropy plus the routing losses."""
     tokenizer = load_or_train(tokenizer_path)
 
     def loss_at(net: Network, step: int) -> tuple[Tensor, dict[str, float]]:
         inputs, targets, weights = on(net, batch(tokenizer, seed, step, *rows_at(step, long_from)))
-        hidden, (balance, change), _ = net(inputs)
+        hidden, (balance, change) = net(inputs)
         each = F.cross_entropy(net.logits(hidden).flatten(0, 1), targets.flatten(), reduction="none")
         weights = weights.flatten()
         loss = (each * weights).sum() / weights.sum()
@@ -80,7 +110,7 @@ def plain_loss(
     return loss_at
 
 
-def distil_loss(tokenizer_path: Path, teacher: Network, seed: str) -> trainer.LossFunction[Network]:
+def distil_loss(tokenizer_path: Path, teacher: Network, seed: str) -> trainer.LossFunction:
     """KL divergence from the target's distribution, every token of answers counted fully, prompts a little."""
     tokenizer = load_or_train(tokenizer_path)
 
@@ -97,26 +127,6 @@ def distil_loss(tokenizer_path: Path, teacher: Network, seed: str) -> trainer.Lo
             "answer_loss": round(each[weights == 1].mean().item(), 4),
             "agree": round(agree.item(), 4),
         }
-
-    return loss_at
-
-
-def head_loss(paths: list[Path], seed: int, n_rows: int = 8) -> trainer.LossFunction[Head]:
-    """Of drafts in a row against the target's own predictions; the recorded rows in another order each time."""
-    files = [dict(np.load(path)) for path in paths]
-    data = {key: torch.from_numpy(np.concatenate([file[key] for file in files])) for key in files[0]}
-    n = len(data["tokens"]) // n_rows  # steps until each row was seen
-    orders: dict[int, Tensor] = {}
-
-    def loss_at(net: Head, step: int) -> tuple[Tensor, dict[str, float]]:
-        time, at = divmod(step, n)
-        if time not in orders:
-            orders[time] = torch.randperm(n * n_rows, generator=torch.Generator().manual_seed(1000 * seed + time))
-        rows = {key: value[orders[time][at * n_rows : (at + 1) * n_rows]] for key, value in data.items()}
-        tokens, ids = rows["tokens"].long(), rows["ids"].long()
-        return draft_loss(
-            net, tokens, rows["states"].float(), ids, rows["probabilities"], rows["weights"], n_drafts=N_DRAFTS
-        )
 
     return loss_at
 
@@ -148,49 +158,22 @@ def train_draft(args: argparse.Namespace) -> None:
     plan = trainer.TrainingPlan("draft-plain", args.draft_plain_steps, args.lr, decay_share=0.15)
     draft = trainer.run(draft, plan, loss_at, args.work, args.device)
     if args.draft_steps:
-        teacher, _ = trainer.load(args.work / "target.pt")
+        teacher = trainer.load(args.work / "target.pt")
         loss_at = distil_loss(args.work / "tokenizer.json", teacher.to(args.device), f"distil-{args.seed}")
         trainer.run(
             draft, trainer.TrainingPlan("draft", args.draft_steps, args.deep_lr), loss_at, args.work, args.device
         )
 
 
-def train_head(args: argparse.Namespace) -> None:
-    """Runs the target's file over text, then trains on what it computed."""
-    shape = HeadShape()
-    paths = states.record(
-        args.target,
-        args.work / "states",
-        shape.layers,
-        seed=f"head-{args.seed}",
-        n_files=args.head_files,
-        n_rows=N_ROWS,
-        n_time=N_TIME,
-        threads=args.threads,
-    )
-    head = Head(shape)
-    read = {tensor.name: tensor for tensor in gguf.GGUFReader(args.target).tensors}
-    embed, norm = (
-        torch.tensor(dequantize(read[name].data, read[name].tensor_type))
-        for name in ("token_embd.weight", "output_norm.weight")
-    )
-    head.start(embed, norm, torch.from_numpy(np.load(paths[0])["states"]).flatten(0, 1))
-    plan = trainer.TrainingPlan("head", args.head_steps, args.lr, decay_share=0.5)
-    trainer.run(head, plan, head_loss(paths, args.seed), args.work)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("what", choices=("target", "draft", "head"))
+    parser.add_argument("what", choices=("target", "draft"))
     parser.add_argument("--work", type=Path, default=Path("build/models"), help="folder of checkpoints and logs")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--shallow-steps", type=int, default=9500)
     parser.add_argument("--steps", type=int, default=750)
     parser.add_argument("--draft-plain-steps", type=int, default=2200)
     parser.add_argument("--draft-steps", type=int, default=300)
-    parser.add_argument("--target", type=Path, default=BUNDLED / "target.gguf", help="the file that a head is for")
-    parser.add_argument("--head-files", type=int, default=100, help=f"of {N_ROWS * N_TIME} tokens each")
-    parser.add_argument("--head-steps", type=int, default=1500)
     parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--deep-lr", type=float, default=2e-3)
     best = "cuda" if torch.cuda.is_available() else "cpu"
@@ -201,7 +184,7 @@ def main() -> None:
     keep_freed_memory()
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
-    {"target": train_target, "draft": train_draft, "head": train_head}[args.what](args)
+    {"target": train_target, "draft": train_draft}[args.what](args)
 
 
 if __name__ == "__main__":

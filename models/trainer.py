@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from models.head import Head, HeadShape
 from models.network import Network, Shape
 
-Net = TypeVar("Net", Network, Head)
-LossFunction = Callable[[Net, int], tuple[Tensor, dict[str, float]]]
+LossFunction = Callable[[Network, int], tuple[Tensor, dict[str, float]]]
 
 
 @dataclass(frozen=True)
@@ -44,7 +38,7 @@ def learning_rate(plan: TrainingPlan, step: int) -> float:
     return plan.peak_lr * min(rise, fall)
 
 
-def make_optimiser(net: Network | Head, plan: TrainingPlan) -> torch.optim.AdamW:
+def make_optimiser(net: Network, plan: TrainingPlan) -> torch.optim.AdamW:
     """AdamW; weight decay on matrices only."""
     matrices = [p for p in net.parameters() if p.dim() >= 2]
     vectors = [p for p in net.parameters() if p.dim() < 2]
@@ -52,59 +46,27 @@ def make_optimiser(net: Network | Head, plan: TrainingPlan) -> torch.optim.AdamW
     return torch.optim.AdamW(groups, lr=plan.peak_lr, betas=(0.9, 0.98), eps=1e-9, fused=True)
 
 
-def save(path: Path, net: Network | Head, optimiser: torch.optim.Optimizer | None, step: int) -> None:
+def save(path: Path, net: Network, optimiser: torch.optim.Optimizer, step: int) -> None:
     """Write a checkpoint atomically: the old one stays until the new one is complete."""
     part = path.with_suffix(".part")
-    torch.save(
-        {
-            "shape": net.shape.to_dict(),
-            "model": net.state_dict(),
-            "step": step,
-            "optimiser": optimiser.state_dict() if optimiser else None,
-        },
-        part,
-    )
+    state = {"shape": asdict(net.shape), "model": net.state_dict(), "step": step, "optimiser": optimiser.state_dict()}
+    torch.save(state, part)
     os.replace(part, path)
 
 
-def load(path: Path) -> tuple[Network, dict[str, Any]]:
-    """The network of a checkpoint and the checkpoint's other contents."""
+def load(path: Path) -> Network:
+    """The network of a checkpoint."""
     state = torch.load(path, weights_only=True, map_location="cpu")
     net = Network(Shape(**state["shape"]))
-    net.load_state_dict(state["model"])
-    return net, state
-
-
-def load_head(path: Path) -> Head:
-    """The head of a checkpoint."""
-    state = torch.load(path, weights_only=True, map_location="cpu")
-    net = Head(HeadShape(**state["shape"]))
     net.load_state_dict(state["model"])
     return net
 
 
-class StopRequest:
-    """While entered, Ctrl-C and SIGTERM only set `asked`: the loop stops after the step in hand, once it has saved."""
+def run(net: Network, plan: TrainingPlan, loss_at: LossFunction, work: Path, device: str = "cpu") -> Network:
+    """Train until `plan.steps`, from the stage's checkpoint if there is one. The log has one JSON object per step.
 
-    def __init__(self) -> None:
-        self.asked = False
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> StopRequest:
-        if threading.current_thread() is threading.main_thread():
-            self._before = {n: signal.signal(n, self._ask) for n in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        self.asked = True
-
-
-def run(net: Net, plan: TrainingPlan, loss_at: LossFunction[Net], work: Path, device: str = "cpu") -> Net:
-    """Train until `plan.steps`, from the stage's checkpoint if there is one. The log has one JSON object per step."""
+    A run that is stopped goes on from the checkpoint, which is at most `plan.save_every_s` old.
+    """
     path = work / f"{plan.name}.pt"
     first, optimiser_state = 0, None
     if path.exists():
@@ -117,7 +79,6 @@ def run(net: Net, plan: TrainingPlan, loss_at: LossFunction[Net], work: Path, de
         optimiser.load_state_dict(optimiser_state)
     saved = time.monotonic()
     with (
-        StopRequest() as stop,
         (work / f"{plan.name}.jsonl").open("a") as log,
         tqdm(total=plan.steps, initial=first, desc=plan.name, mininterval=10) as bar,
     ):
@@ -136,10 +97,8 @@ def run(net: Net, plan: TrainingPlan, loss_at: LossFunction[Net], work: Path, de
             log.flush()
             bar.set_postfix(facts, refresh=False)
             bar.update()
-            if stop.asked or time.monotonic() - saved > plan.save_every_s:
+            if time.monotonic() - saved > plan.save_every_s:
                 save(path, net, optimiser, step + 1)
                 saved = time.monotonic()
-            if stop.asked:
-                raise SystemExit(f"stopped after step {step + 1}; the same command goes on from here")
     save(path, net, optimiser, plan.steps)
     return net

@@ -14,8 +14,7 @@ import moeedge
 from tests.benchmarks.performance import read
 
 ROOT = Path(__file__).parents[1]
-# models/card_template.md becomes models/bundled/README.md, whose links are checked there
-# and docs/cli.md is made where documents are published: no document may link to it
+# docs/cli.md is made where documents are published: no document may link to it
 GENERATED = ROOT / "docs" / "cli.md"
 DOCUMENTS = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("models/*/*.md")} - {GENERATED})
 RECORDS = sorted([*ROOT.glob("docs/benchmarks/*.json"), *ROOT.glob("docs/benchmarks/*.json.gz")])

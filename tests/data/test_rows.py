@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from moeedge.data.datasets import load_dataset
-from moeedge.data.prompts import PromptMessage, Row, parse_gsm8k, parse_instructions, parse_mmlu_pro, read_rows
+from moeedge.data.prompts import PromptMessage, Row, parse_gsm8k, parse_instructions, read_rows
 from moeedge.errors import DatasetError
 
 _GOOD = '{"prompt": "Hello"}\n'
@@ -96,10 +96,7 @@ def test_json_and_csv(tmp_path: Path) -> None:
 
 
 def test_the_shapes_of_published_records() -> None:
-    choice = parse_mmlu_pro(Row({"question_id": 1, "question": "Which?", "options": ["this", "that"]}, 1, "x, line 1"))
-    assert choice.turns[0][0].content.splitlines()[:3] == ["Which?", "(A) this", "(B) that"]
-    given = parse_instructions(Row({"instruction": "Shorten.", "instances": [{"input": "A text."}]}, 1, "x, line 1"))
+    given = parse_instructions(Row({"instruction": "Shorten.", "input": "A text."}, 1, "x, line 1"))
     assert given.turns[0][0].content == "Shorten.\n\nA text."
-    assert parse_instructions(Row({"instruction": "Go.", "input": ""}, 1, "")).turns[0][0].content == "Go."
     for fields in ({"question": "2 + 2?"}, {"turns": ["2 + 2?"]}, {"prompt": "2 + 2?"}, {"prompt": ["2 + 2?"]}):
         assert parse_gsm8k(Row(dict(fields), 1, "x, line 1")).turns[0][0].content == "2 + 2?"

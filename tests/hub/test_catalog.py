@@ -11,7 +11,7 @@ from moeedge import paths
 from moeedge.cli.engine_options import EngineOptions
 from moeedge.cli.model_files import ModelFiles, resolve_models
 from moeedge.errors import CatalogError, InputError, ModelNameError
-from moeedge.hub import local, remote
+from moeedge.hub import local
 from moeedge.hub.catalog import (
     Catalog,
     HubFile,
@@ -164,6 +164,11 @@ def test_an_own_entry_replaces_the_shipped_one(own: Write, tmp_path: Path) -> No
         locate("olmoe-1b-7b")
 
 
+_NAMED = '[[model]]\nname = "x"\n'
+_FILE = f'{_NAMED}[[model.variant]]\npath = "x"\n'
+_REPO = f'{_NAMED}[[model.variant]]\nrepo = "a/b"\n'
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
@@ -172,30 +177,21 @@ def test_an_own_entry_replaces_the_shipped_one(own: Write, tmp_path: Path) -> No
         ("[[model]]\n", "has no name"),
         ('[[model]]\nname = "a b"\n', "model a b"),
         ('[[model]]\nname = "bundled"\n', "model bundled"),
-        ('[[model]]\nname = "x"\n', r"model\.variant"),
-        ('[[model]]\nname = "x"\nsize = 3\n', '"size"'),
-        ('[[model]]\nname = "x"\ndraft_max = -1\n', "draft_max"),
-        ('[[model]]\nname = "x"\nstarter = 1\n', "starter"),
-        (f'[[model]]\nname = "x"\n[[model.variant]]\npath = "x"\n[model.shape]\n{_SHAPE}width = 3\n', '"width"'),
-        ('[[model]]\nname = "x"\n[[model.variant]]\npath = "x"\n[model.shape]\nexperts = 8\n', "lacks .*weights"),
-        (
-            f'[[model]]\nname = "x"\n[[model.variant]]\npath = "x"\n[model.shape]\n{_SHAPE}'.replace("10000", "1000"),
-            "more than its weights",
-        ),
-        ('[[model]]\nname = "x"\n[[model.variant]]\nrepo = "x"\n', "owner/name"),
-        ('[[model]]\nname = "x"\n[[model.variant]]\nrepo = "a/b"\n', "path .* repo"),
-        (
-            '[[model]]\nname = "x"\n[[model.variant]]\nrepo = "a/b"\nfiles = ["../x.gguf"]\n',
-            "files .* model x",
-        ),
-        ('[[model]]\nname = "x"\n[[model.variant]]\nrepo = "a/b"\nfiles = ["x.gguf"]\nsha256 = ["1"]\n', "64 hexa"),
-        (
-            '[[model]]\nname = "x"\n[[model.variant]]\nrepo = "a/b"\nfiles = ["x.gguf"]\nsize_bytes = [1, 2]\n',
-            "as many",
-        ),
-        ('[[model]]\nname = "x"\n[[model.variant]]\npath = "x"\nrepo = "a/b"\n', "path and a repo"),
-        ('[[model]]\nname = "x"\ndrafts = ["none-such"]\n[[model.variant]]\npath = "x"\n', "none-such"),
-        ('[[model]]\nname = "x"\n[[model.variant]]\npath = "x"\n' * 2, "two .* x"),
+        (_NAMED, r"model\.variant"),
+        (f"{_NAMED}size = 3\n", '"size"'),
+        (f"{_NAMED}draft_max = -1\n", "draft_max"),
+        (f"{_NAMED}starter = 1\n", "starter"),
+        (f"{_FILE}[model.shape]\n{_SHAPE}width = 3\n", '"width"'),
+        (f"{_FILE}[model.shape]\nexperts = 8\n", "lacks .*weights"),
+        (f"{_FILE}[model.shape]\n{_SHAPE}".replace("10000", "1000"), "more than its weights"),
+        (f'{_NAMED}[[model.variant]]\nrepo = "x"\n', "owner/name"),
+        (_REPO, "path .* repo"),
+        (f'{_REPO}files = ["../x.gguf"]\n', "files .* model x"),
+        (f'{_REPO}files = ["x.gguf"]\nsha256 = ["1"]\n', "64 hexa"),
+        (f'{_REPO}files = ["x.gguf"]\nsize_bytes = [1, 2]\n', "as many"),
+        (f'{_FILE}repo = "a/b"\n', "path and a repo"),
+        (_FILE.replace("[[model.", 'drafts = ["none-such"]\n[[model.'), "none-such"),
+        (_FILE * 2, "two .* x"),
     ],
 )
 def test_malformed_catalogs(own: Write, text: str, reason: str) -> None:
@@ -352,21 +348,3 @@ def test_cache_location(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "y"))
     assert local.hub_cache() == tmp_path / "y" / "huggingface" / "hub"
     assert local.find_variant(Variant("Q4_0", "a/b", files=(HubFile("x.gguf"),))) is None
-
-
-def test_a_file_that_was_downloaded_is_wanted_without_a_question_to_the_hub(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    commit, file = "c" * 40, "q4/a-Q4_K_M.gguf"
-    folder = tmp_path / "models--me--any-GGUF"
-    path = folder / "snapshots" / commit / file
-    path.parent.mkdir(parents=True)
-    path.write_bytes(b"GGUF")
-    (folder / "refs").mkdir()
-    (folder / "refs/main").write_text(commit)
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(remote, "list_files", lambda *_reference: pytest.fail("the hub was asked"))
-    wanted = remote.want(load_catalog(), f"hf:me/any-GGUF:{file}", "draft")
-    assert (wanted.role, wanted.name, wanted.licence) == ("draft", f"hf:me/any-GGUF:{file}", "")
-    assert (wanted.variant.repo, wanted.variant.revision) == ("me/any-GGUF", commit)
-    assert (wanted.variant.files, wanted.local) == ((HubFile(file),), path)

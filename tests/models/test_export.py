@@ -8,8 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs the training extra (torch)")
 
-from models.compare import compare  # noqa: E402
-from models.export import export  # noqa: E402
+from models.export import compare, export  # noqa: E402
 from models.network import Network, Shape  # noqa: E402
 from models.tokenizer import train_tokenizer  # noqa: E402
 

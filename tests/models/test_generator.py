@@ -8,8 +8,7 @@ import random
 import pytest
 
 from models.generator import DOMAINS, IM_START, Chat, Turn, chats, held_back, render_chat, render_prompt, score
-from models.generator.base import contains, number
-from moeedge.scoring.answers import score_answer
+from models.generator.base import contains
 
 SEVEN = {"conversation", "arithmetic", "instructions", "questions", "choice", "code", "summaries"}
 
@@ -36,11 +35,6 @@ def test_held_back_prompts_are_never_trained_on() -> None:
 
 
 @pytest.mark.parametrize("domain", sorted(DOMAINS))
-def test_every_domain_holds_back_enough_to_be_scored(domain: str) -> None:
-    assert len(held_back(100, 1, domain)) == 100
-
-
-@pytest.mark.parametrize("domain", sorted(DOMAINS))
 def test_scorer_accepts_its_own_answers_and_rejects_others(domain: str) -> None:
     for chat in first(12 if domain == "code" else 200, 3, domain):  # code is run
         assert chat.domain == domain
@@ -48,31 +42,6 @@ def test_scorer_accepts_its_own_answers_and_rejects_others(domain: str) -> None:
             assert score(chat, i, turn.assistant), (turn.user, turn.assistant)
             assert not score(chat, i, "")
             assert not score(chat, i, "Perhaps, perhaps not")
-
-
-def test_near_misses_are_wrong() -> None:
-    """Answers that look like the right one, of several domains."""
-    sum_of = Chat("arithmetic", (Turn("7+5=", "7 + 5 = 12", number(12)),))
-    assert score(sum_of, 0, "7 + 5 = 12.")
-    assert not score(sum_of, 0, "7 + 5 = 13") and not score(sum_of, 0, "12 is not it, 11 is")
-    for chat in first(50, 2, "choice"):
-        right = chat.turns[0].reference.expect[0]
-        assert score(chat, 0, f"The answer is ({right}).")
-        assert not score(chat, 0, f"The answer is ({'B' if right == 'A' else 'A'}).")
-    asked = ((chat, chat.turns[0].user) for chat in first(300, 1, "code"))
-    code = next(chat for chat, user in asked if "larger than" in user and "Check" in user)
-    assert not score(code, 0, code.turns[0].assistant.replace(">", "<"))
-    story = next(chat for chat in first(300, 1, "conversation") if chat.kind == "continue")
-    assert not score(story, 0, story.turns[0].assistant.removesuffix("The end."))
-    for turn in (chat.turns[0] for chat in first(50, 6, "summaries")):  # the report is no summary
-        assert not score_answer(turn.reference, turn.user * 2).value
-
-
-def test_every_function_of_the_code_domain_passes_its_own_tests() -> None:
-    for chat in first(400, 9, "code"):
-        space: dict[str, object] = {}
-        exec(chat.turns[0].assistant.removeprefix("```python\n").removesuffix("\n```"), space)
-        exec(chat.turns[0].reference.tests, space)  # raises where one fails
 
 
 def test_every_step_of_worked_arithmetic_is_true() -> None:

@@ -39,21 +39,6 @@ def test_round_trip(tmp_path: Path, n_experts: int, weights: bool) -> None:
     assert loaded.ids.dtype == (np.uint8 if n_experts <= 255 else np.uint16)
 
 
-def test_other_tools_read_it_with_numpy_alone(tmp_path: Path) -> None:
-    two_texts().save(tmp_path / "trace.npz")
-    with np.load(tmp_path / "trace.npz", allow_pickle=False) as arrays:
-        assert set(arrays.files) == {*ARRAYS, "meta"}
-        meta = json.loads(str(arrays["meta"]))
-    assert (meta["format"], meta["schema"], meta["n_experts"]) == ("moeedge.trace", 1, 8)
-
-
-def test_size_of_a_large_trace_is_about_its_ids(tmp_path: Path) -> None:
-    """Random ids hardly compress; the other arrays must not matter."""
-    trace = plain_text(2000, n_layers=16, n_experts=128, n_used=8)
-    trace.save(tmp_path / "trace.npz")
-    assert (tmp_path / "trace.npz").stat().st_size < 1.1 * trace.ids.nbytes
-
-
 def test_layer_ids_are_negative_where_not_recorded() -> None:
     trace = plain_text(3)
     trace.ids[1, 0] = trace.sentinel
@@ -192,9 +177,8 @@ def test_malformed_files_are_refused(tmp_path: Path, change: dict[str, Any], mes
 
 
 def test_unknown_keys_of_later_writers_are_ignored(tmp_path: Path) -> None:
-    for name, change in (("good.npz", {}), ("later.npz", {"colour": "blue"})):
-        loaded = Trace.load(_save(tmp_path / name, meta=np.array(_meta(**change))))
-        assert (loaded.n_tokens, loaded.meta.n_experts) == (two_texts().n_tokens, 8)
+    loaded = Trace.load(_save(tmp_path / "later.npz", meta=np.array(_meta(colour="blue"))))
+    assert (loaded.n_tokens, loaded.meta.n_experts) == (two_texts().n_tokens, 8)
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x05\x06" + bytes(18), b"GGUF", b"\x93NUMPY", b"hello\n" * 100])

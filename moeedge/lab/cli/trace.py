@@ -13,6 +13,7 @@ from moeedge.cli.common import emit
 from moeedge.cli.options import Output, flatten
 from moeedge.errors import InputError
 from moeedge.lab.cli import trace_options  # noqa: F401  # has the table of these options
+from moeedge.records import filled
 from moeedge.units import format_bytes
 
 if TYPE_CHECKING:
@@ -118,23 +119,23 @@ def summarize_trace(trace: Trace) -> TraceSummary:
     """The figures of a trace."""
     import numpy as np
 
+    from moeedge.analysis.routing_curves import empirical_overlap
     from moeedge.native.abi import Phase
     from moeedge.trace.steps import draft_stats, recorded_steps
 
     meta, layers = trace.meta, trace.expert_layers()
     steps = recorded_steps(trace)
     drafts = draft_stats(trace)
-    n_text = int(trace.text_rows().size)
+    rows = trace.text_rows()
+    n_text = int(rows.size)
     expert_bytes = trace.expert_bytes()
     is_recorded = (trace.ids[:, layers] != trace.sentinel).any(axis=2)
-    return TraceSummary(
-        model=meta.model,
-        architecture=meta.architecture,
-        source=meta.source,
-        n_layers=meta.n_layers,
+    overlaps = [empirical_overlap(trace.layer_ids(at)[rows], meta.n_experts, trace.sequence[rows]) for at in layers]
+    known = [overlap for overlap in overlaps if overlap is not None]
+    return filled(
+        TraceSummary,
+        meta,
         expert_layers=len(layers),
-        n_experts=meta.n_experts,
-        n_expert_used=meta.n_expert_used,
         tokens=trace.n_tokens,
         prefill_tokens=int(np.count_nonzero(trace.phase == Phase.PREFILL)),
         text_tokens=n_text,
@@ -151,21 +152,8 @@ def summarize_trace(trace: Trace) -> TraceSummary:
         has_hidden_states=trace.hidden_states is not None and bool(np.isfinite(trace.hidden_states).any()),
         not_recorded=float(1.0 - is_recorded.mean()) if is_recorded.size else 0.0,
         expert_bytes=None if expert_bytes is None or not layers else round(float(expert_bytes[layers].mean())),
-        overlap=_overlap(trace, layers),
+        overlap=float(np.mean(known)) if known else None,
     )
-
-
-def _overlap(trace: Trace, layers: list[int]) -> float | None:
-    """Mean over layers and adjacent tokens of |experts(t) & experts(t + 1)| / |experts(t)|."""
-    rows = trace.text_rows()
-    is_adjacent = trace.sequence[rows[1:]] == trace.sequence[rows[:-1]]
-    n_shared = n_used = 0
-    for layer in layers:
-        ids = trace.layer_ids(layer)[rows]
-        first, second = ids[:-1][is_adjacent], ids[1:][is_adjacent]
-        n_shared += int((first[:, :, None] == second[:, None, :])[first >= 0].any(axis=-1).sum())
-        n_used += int((first >= 0).sum())
-    return n_shared / n_used if n_used else None
 
 
 def print_trace_summary(summary: TraceSummary, console: Console) -> None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from moeedge.lab.widen.layout import WidePlan
     from moeedge.lab.widen.random_model import RandomModel
+    from moeedge.lab.widen.writer import FilePlan
 
 _SIZE = {"min": 1}
 declare(
@@ -94,7 +95,6 @@ def widen(
     that the draft fits. The source is the bundled target, or any qwen3moe or qwen3 model.
     """
     from moeedge.lab.widen.layout import RequestedSizes, WeightType, make_wide_plan
-    from moeedge.lab.widen.writer import check_space, check_target, write
 
     types = [weight_type.value for weight_type in WeightType]
     if type is not None and type.lower() not in types:
@@ -103,12 +103,8 @@ def widen(
     asked = RequestedSizes(embd=embd, ff=ff, heads=heads, heads_kv=heads_kv, head_dim=head_dim, layers=layers)
     plan = make_wide_plan(source, asked, like=like, type_=None if type is None else WeightType(type.lower()))
     if not dry_run:
-        check_target(out, source, force=force)
-        check_space(plan, out, sparse=sparse)
-        with count_bar(stderr_console(), "widening", BYTES, plan.data_bytes) as bar:
-            write(plan, out, sparse=sparse, on_bytes=bar.add)
-    written = None if dry_run else out
-    emit(output, widened_json, print_widened, plan, written)
+        _write(plan, out, source, "widening", force=force, sparse=sparse)
+    emit(output, widened_json, print_widened, plan, None if dry_run else out)
 
 
 def print_widened(plan: WidePlan, out: Path | None, console: Console) -> None:
@@ -160,8 +156,7 @@ def make_model(
     Memory, disk traffic and the time of each operation are those of the real file. Routing is that of random experts,
     drafts are hardly ever accepted, and answers mean nothing. Models with as many tokens have the same vocabulary.
     """
-    from moeedge.lab.widen.random_model import check_space, model_like, model_of_header, write
-    from moeedge.lab.widen.writer import check_target
+    from moeedge.lab.widen.random_model import model_like, model_of_header
 
     if (like is None) == (header is None):
         raise InputError("A model needs a shape.", "Give either --like NAME or --header FILE.")
@@ -172,10 +167,7 @@ def make_model(
     else:
         model = model_like(like or "", quant or "q4_k_m", layers=layers, vocab=vocab)
     if not dry_run:
-        check_target(out, header, force=force)
-        check_space(model, out)
-        with count_bar(stderr_console(), "writing", BYTES, model.data_bytes) as bar:
-            write(model, out, on_bytes=bar.add)
+        _write(model, out, header, "writing", force=force)
     emit(output, made_json, print_made, model, None if dry_run else out)
 
 
@@ -205,10 +197,20 @@ def made_json(model: RandomModel, out: Path | None) -> str:
     return json_text(record, indent=None)
 
 
+def _write(plan: FilePlan, out: Path, source: Path | None, label: str, *, force: bool, sparse: bool = False) -> None:
+    """Writes the file under a bar. source: the file that is read, if any."""
+    from moeedge.lab.widen.writer import check_target
+
+    check_target(out, source, force=force)
+    plan.check_space(out, sparse=sparse)
+    with count_bar(stderr_console(), label, BYTES, plan.data_bytes) as bar:
+        plan.write(out, sparse=sparse, on_bytes=bar.add)
+
+
 def _print_written(out: Path | None, console: Console) -> None:
     console.print(visible(f"{out} is written." if out else "No file is written (--dry-run)."), soft_wrap=True)
 
 
-def _size(model: WidePlan | RandomModel, out: Path | None) -> int:
+def _size(model: FilePlan, out: Path | None) -> int:
     """Bytes of the file; before it is written, of its tensors."""
     return out.stat().st_size if out else model.data_bytes

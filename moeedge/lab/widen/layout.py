@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import gguf
 import numpy as np
@@ -21,21 +21,25 @@ from gguf import GGMLQuantizationType as GgmlType
 from moeedge.errors import InputError, ModelFileError
 from moeedge.lab.widen.architectures import MODELS
 from moeedge.lab.widen.maps import (
+    Bytes,
     GroupedHeads,
     Map,
     Rotary,
     RowMover,
     corner,
-    padded_bytes,
     product,
     repeated,
     repetitions,
+    row_bytes,
 )
+from moeedge.lab.widen.writer import FilePlan
 from moeedge.llama import gguf_file
 
 BLOCK = 32  # weights per block of Q4_0 and Q8_0; widths are multiples
 ARCHITECTURES = ("qwen3moe", "qwen3")
 MAX_LAYERS = 512  # LLAMA_MAX_LAYERS
+_GROUP_BYTES = 32 * 2**20  # of rows in memory at once
+_HEADER_ROOM = 2 * 2**20  # upper bound of a header's growth
 _MAX_WIDTH = 2**17  # twice that of the widest models; catches mistyped sizes
 
 
@@ -244,9 +248,41 @@ class WideTensor:
         return self.shape[0] if len(self.shape) == 3 else 1
 
     @property
+    def type(self) -> GgmlType:
+        """Of the wide matrices."""
+        return self.mover.type
+
+    @property
     def n_bytes(self) -> int:
         """Bytes without padding."""
         return self.n_matrices * len(self.rows) * self.mover.n_bytes
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes up to each matrix's last row with a source, which no hole takes, rounded up to pages."""
+        n_rows = 1 + int(max(np.flatnonzero(self.rows >= 0), default=-1))
+        return self.n_matrices * (n_rows * self.mover.n_bytes + 4096)
+
+    def groups(self, file: IO[bytes]) -> Iterator[Bytes]:
+        """Yields the wide tensor in groups of rows: uint8 [rows, bytes of a row]. file: the source."""
+        origin, mover = self.source, self.mover
+        narrow = row_bytes(mover.source_type, int(origin.shape[0]))
+        n_rows = int(origin.shape[1]) if len(origin.shape) > 1 else 1
+        # dequantised rows are larger than the file's
+        group = max(1, _GROUP_BYTES // max(mover.n_bytes, 4 * int(origin.shape[0])))
+        for matrix in range(self.n_matrices):
+            start = int(origin.data_offset) + matrix * n_rows * narrow
+            for first in range(0, len(self.rows), group):
+                rows = self.rows[first : first + group]
+                out = np.zeros((len(rows), mover.n_bytes), np.uint8)
+                live = np.flatnonzero(rows >= 0)
+                if len(live):
+                    needed, places = np.unique(rows[live], return_inverse=True)
+                    file.seek(start + int(needed[0]) * narrow)
+                    read = file.read(int(needed[-1] - needed[0] + 1) * narrow)
+                    found = np.frombuffer(read, np.uint8).reshape(-1, narrow)[needed - needed[0]]
+                    out[live] = mover.move(found)[places]
+                yield out
 
 
 def is_ffn(name: str) -> bool:
@@ -363,27 +399,25 @@ class Layout:
         return changed
 
 
-@dataclass(frozen=True)
-class WidePlan:
+@dataclass(frozen=True, kw_only=True)
+class WidePlan(FilePlan):
     """A wide file before it is written."""
 
+    room_hint = "Free some space, choose a path elsewhere, or write no zeros with --sparse."
+
     source: Path
-    fields: dict[str, Any]  # of the source: gguf.ReaderField by key
-    changed: dict[str, Any]  # metadata that differs from the source
     tensors: tuple[WideTensor, ...]
     source_shape: Shape
     shape: Shape
     notes: tuple[str, ...]
 
-    @property
-    def data_bytes(self) -> int:
-        """Bytes of all tensors with the padding between them, without the header."""
-        return padded_bytes(tensor.n_bytes for tensor in self.tensors)
+    def room_bytes(self, sparse: bool) -> int:
+        data = sum(tensor.live_bytes for tensor in self.tensors) if sparse else self.data_bytes
+        return self.source.stat().st_size + _HEADER_ROOM + data
 
-    @property
-    def expert_bytes(self) -> int:
-        """Bytes of the feed-forward matrices of all experts."""
-        return sum(tensor.n_bytes for tensor in self.tensors if "_exps." in tensor.name)
+    def data(self) -> Iterator[Iterator[Bytes]]:
+        with self.source.open("rb") as file:
+            yield from (tensor.groups(file) for tensor in self.tensors)
 
     @property
     def source_expert_bytes(self) -> int:
@@ -421,6 +455,7 @@ def make_wide_plan(
     tensors = tuple(layout.tensors(by_name))
     return WidePlan(
         source=source,
+        architecture=keys["general.architecture"],
         fields=fields,
         changed=layout.metadata(),
         tensors=tensors,

@@ -20,7 +20,6 @@ zero bytes is a block of zeros in every type that is written, because its scale 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
@@ -36,11 +35,6 @@ Map = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
 
 _MAX_BASE = 1e30  # below float32's 3.4e38
-
-
-def padded_bytes(sizes: Iterable[int]) -> int:
-    """The bytes of tensors of these sizes in a file, with the padding between them."""
-    return sum(int(gguf.GGUFWriter.ggml_pad(size, gguf.GGUF_DEFAULT_ALIGNMENT)) for size in sizes)
 
 
 def corner(n: int, wide: int) -> Map:

@@ -8,10 +8,10 @@ multiples of 256 fall back to.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from gguf import GGML_QUANT_SIZES, LlamaFileType
 from gguf import GGMLQuantizationType as GgmlType
+
+from moeedge.lab.widen.architectures import Dims
 
 QUANTS: dict[str, tuple[GgmlType, LlamaFileType]] = {
     "q4_k_m": (GgmlType.Q4_K, LlamaFileType.MOSTLY_Q4_K_M),
@@ -36,17 +36,7 @@ _FALLBACKS = {  # for rows that blocks of 256 do not divide
 }
 
 
-@dataclass(frozen=True)
-class MixedModel:
-    """What the rules ask of a model."""
-
-    layers: int
-    experts: int
-    group: int  # heads per KV head
-    tied: bool  # the embeddings are the output matrix
-
-
-def mixed_type(quant: str, name: str, shape: tuple[int, ...], model: MixedModel) -> GgmlType:
+def mixed_type(quant: str, name: str, shape: tuple[int, ...], model: Dims) -> GgmlType:
     """Returns the type of a tensor in a file of `quant`, a key of QUANTS. shape: the slowest dimension first."""
     base = QUANTS[quant][0]
     if len(shape) < 2 or not name.endswith("weight") or any(part in name for part in _KEPT):
@@ -63,7 +53,7 @@ def _fits(type_: GgmlType, shape: tuple[int, ...]) -> bool:
     return shape[-1] % int(GGML_QUANT_SIZES[type_][0]) == 0
 
 
-def _chosen(quant: str, base: GgmlType, name: str, shape: tuple[int, ...], model: MixedModel) -> GgmlType:
+def _chosen(quant: str, base: GgmlType, name: str, shape: tuple[int, ...], model: Dims) -> GgmlType:
     """Returns the type before rows are looked at."""
     if name == "output.weight" or (model.tied and name == "token_embd.weight"):
         wide = quant == "mxfp4" or base == GgmlType.Q8_0 or not _fits(base, shape)
@@ -79,7 +69,7 @@ def _chosen(quant: str, base: GgmlType, name: str, shape: tuple[int, ...], model
         if model.experts == 8:
             return GgmlType.Q8_0
         more["q3_k_m"] = GgmlType.Q5_K if layer < 2 else GgmlType.Q4_K
-        if model.group >= 4:
+        if model.heads // model.heads_kv >= 4:
             more["iq4_xs"] = GgmlType.Q5_K
     elif "ffn_down" in name:
         more["q3_k_m"] = GgmlType.Q5_K if layer < n // 16 else GgmlType.Q4_K

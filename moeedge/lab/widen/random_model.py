@@ -19,7 +19,7 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -33,9 +33,9 @@ from moeedge.errors import InputError, ModelFileError
 from moeedge.lab.widen.architectures import MODELS, SCALED, Dims, Metadata, metadata, spread
 from moeedge.lab.widen.architectures import tensors as tensors_of
 from moeedge.lab.widen.layout import MAX_LAYERS
-from moeedge.lab.widen.maps import Bytes, padded_bytes
-from moeedge.lab.widen.quant_mix import QUANTS, MixedModel, mixed_type
-from moeedge.lab.widen.writer import OnBytes, add_metadata, check_room, finish_header, stream
+from moeedge.lab.widen.maps import Bytes
+from moeedge.lab.widen.quant_mix import QUANTS, mixed_type
+from moeedge.lab.widen.writer import FilePlan
 from moeedge.llama import gguf_file
 
 _PAIRS = (  # Ġ is the byte-level spelling of a space
@@ -217,26 +217,13 @@ def _unit_std(type_: GgmlType) -> float:
 _HEADER_BYTES_PER_TOKEN = 40  # of a vocabulary, at most
 
 
-@dataclass(frozen=True)
-class RandomModel:
-    """A file before it is written."""
+@dataclass(frozen=True, kw_only=True)
+class RandomModel(FilePlan):
+    """A file before it is written. fields: of --header, tokenizer included; else the vocabulary is ours."""
 
     name: str
-    architecture: str
     tensors: tuple[RandomTensor, ...]
-    changed: dict[str, Any]  # metadata besides the tokenizer's
     n_vocab: int
-    fields: dict[str, Any] = field(default_factory=dict)  # of --header: gguf.ReaderField by key, tokenizer included
-
-    @property
-    def data_bytes(self) -> int:
-        """Bytes of all tensors with the padding between them, without the header."""
-        return padded_bytes(tensor.n_bytes for tensor in self.tensors)
-
-    @property
-    def expert_bytes(self) -> int:
-        """Bytes of the routed experts' matrices."""
-        return sum(tensor.n_bytes for tensor in self.tensors if "_exps.weight" in tensor.name)
 
     @property
     def types(self) -> dict[str, int]:
@@ -250,6 +237,17 @@ class RandomModel:
     def layers(self) -> int:
         """Blocks."""
         return int(self.changed.get(key := f"{self.architecture}.block_count", 0) or self.fields[key].contents())
+
+    def room_bytes(self, sparse: bool) -> int:
+        return self.data_bytes + _HEADER_BYTES_PER_TOKEN * self.n_vocab + 2**20
+
+    def data(self) -> Iterator[Iterator[Bytes]]:
+        weights = RandomWeights(zlib.crc32(self.name.encode()))
+        return (weights.chunks(tensor) for tensor in self.tensors)
+
+    def add_tokenizer(self, writer: gguf.GGUFWriter) -> None:
+        if not self.fields:
+            add_vocabulary(writer, self.n_vocab)
 
 
 def model_like(name: str, quant: str, *, layers: int | None = None, vocab: int | None = None) -> RandomModel:
@@ -269,16 +267,15 @@ def model_of(name: str, arch: str, dims: Dims, keys: Metadata, quant: str) -> Ra
     quant = quant.lower()
     if dims.vocab < N_VOCAB:
         raise InputError(f"A vocabulary of {dims.vocab} is too small.", f"Give --vocab {N_VOCAB} or more.")
-    mix = MixedModel(dims.layers, dims.experts, dims.heads // dims.heads_kv, dims.tied)
     quiet = tuple(range(N_VOCAB - len(SPECIALS), N_VOCAB))
     chosen = []
     for spec in tensors_of(arch, dims):
         is_output = spec.name == ("token_embd.weight" if dims.tied else "output.weight")
-        type_ = mixed_type(quant, spec.name, spec.shape, mix)
+        type_ = mixed_type(quant, spec.name, spec.shape, dims)
         chosen.append(RandomTensor(spec.name, spec.shape, type_, spec.std, spec.mean, quiet if is_output else ()))
     changed: dict[str, Any] = {f"{arch}.{key}": value for key, value in (metadata(arch, dims) | keys).items()}
     changed |= {"general.name": f"{name} {quant}, random weights", "general.file_type": int(QUANTS[quant][1])}
-    return RandomModel(name, arch, tuple(chosen), changed, dims.vocab)
+    return RandomModel(name=name, architecture=arch, changed=changed, tensors=tuple(chosen), n_vocab=dims.vocab)
 
 
 class _HeaderReader(gguf.GGUFReader):  # type: ignore[misc]
@@ -326,24 +323,7 @@ def model_of_header(path: Path) -> RandomModel:
         rows = quiet if tensor == ("token_embd.weight" if tied else "output.weight") else ()
         chosen.append(RandomTensor(tensor, shape, type_, std, mean, rows))
     name = str(fields["general.name"].contents()) if "general.name" in fields else path.stem
-    return RandomModel(name, arch, tuple(chosen), {"general.name": f"{name}, random weights"}, n_vocab, fields)
-
-
-def check_space(model: RandomModel, out: Path) -> None:
-    """Raises DiskSpaceError if the file does not fit on the disk."""
-    check_room(out, model.data_bytes + _HEADER_BYTES_PER_TOKEN * model.n_vocab + 2**20)
-
-
-def write(model: RandomModel, out: Path, *, on_bytes: OnBytes = lambda n: None) -> None:
-    """Writes the model to `out`, replacing it; calls on_bytes after each group of bytes. A failure leaves no file."""
-    weights = RandomWeights(zlib.crc32(model.name.encode()))
-    tensors = (weights.chunks(tensor) for tensor in model.tensors)
-    stream(out, lambda part: _write_header(model, part), tensors, on_bytes=on_bytes)
-
-
-def _write_header(model: RandomModel, part: Path) -> None:
-    writer = gguf.GGUFWriter(part, model.architecture)
-    add_metadata(writer, model.fields, model.changed)
-    if not model.fields:
-        add_vocabulary(writer, model.n_vocab)
-    finish_header(writer, [(tensor.name, tensor.shape, tensor.n_bytes, tensor.type) for tensor in model.tensors])
+    changed = {"general.name": f"{name}, random weights"}
+    return RandomModel(
+        name=name, architecture=arch, fields=fields, changed=changed, tensors=tuple(chosen), n_vocab=n_vocab
+    )

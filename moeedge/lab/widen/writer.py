@@ -1,4 +1,4 @@
-"""Streams a wide file to disk, with one expert or one group of rows in memory at a time.
+"""Model files before they are written, and the streams that write them, a group of rows in memory at a time.
 
 The file grows next to its final name with the suffix ".part" and is renamed when it is complete; any failure deletes
 it. Zeros are written too, so that the file takes the room and disk traffic of a real model. A sparse file, on request,
@@ -10,23 +10,21 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 
 import gguf
 import numpy as np
 
 from moeedge.errors import DiskSpaceError, InputError
-from moeedge.lab.widen.layout import WidePlan, WideTensor
-from moeedge.lab.widen.maps import Bytes, row_bytes
+from moeedge.lab.widen.maps import Bytes
 from moeedge.paths import DISK_FULL_ERRORS
 from moeedge.ui.console import check_output
 from moeedge.units import format_bytes
-
-_GROUP_BYTES = 32 * 2**20  # of rows in memory at once
-_HEADER_ROOM = 2 * 2**20  # upper bound of a header's growth
 
 _VALUE_TYPES = {  # for keys that the source lacks
     bool: gguf.GGUFValueType.BOOL,
@@ -51,64 +49,87 @@ def check_target(out: Path, source: Path | None, *, force: bool) -> None:
         raise InputError(f"Cannot write to the folder {out.parent}.", "Choose a path elsewhere.")
 
 
-def check_space(plan: WidePlan, out: Path, *, sparse: bool) -> None:
-    """Raises DiskSpaceError if the file does not fit on the disk."""
-    needed = plan.source.stat().st_size + _HEADER_ROOM
-    if not sparse:
-        needed += plan.data_bytes
-    for tensor in plan.tensors if sparse else ():
-        n_rows = 1 + int(max(np.flatnonzero(tensor.rows >= 0), default=-1))
-        needed += tensor.n_matrices * (n_rows * tensor.mover.n_bytes + 4096)  # rounded up to pages
-    check_room(out, needed, "Free some space, choose a path elsewhere, or write no zeros with --sparse.")
+@dataclass(frozen=True, kw_only=True)
+class FilePlan(ABC):
+    """A file before it is written."""
 
+    room_hint: ClassVar[str] = "Free some space, or choose a path elsewhere."
 
-def check_room(out: Path, n_bytes: int, hint: str = "Free some space, or choose a path elsewhere.") -> None:
-    """Raises DiskSpaceError if a file of that size does not fit on the disk."""
-    free = shutil.disk_usage(out.parent).free
-    if n_bytes > free:
-        raise DiskSpaceError(f"{out} needs {format_bytes(n_bytes)}, and {format_bytes(free)} are free there.", hint)
+    architecture: str
+    fields: dict[str, Any] = field(default_factory=dict)  # of the source: gguf.ReaderField by key
+    changed: dict[str, Any]  # metadata that differs from the source's
+    tensors: tuple[Any, ...]  # with name, shape (the slowest dimension first), type and n_bytes (without padding)
 
+    @property
+    def data_bytes(self) -> int:
+        """Bytes of all tensors with the padding between them, without the header."""
+        sizes = (tensor.n_bytes for tensor in self.tensors)
+        return sum(int(gguf.GGUFWriter.ggml_pad(size, gguf.GGUF_DEFAULT_ALIGNMENT)) for size in sizes)
 
-def write(plan: WidePlan, out: Path, *, sparse: bool = False, on_bytes: OnBytes = lambda n: None) -> None:
-    """Writes the plan to `out`, replacing it; calls on_bytes after each group of bytes. A failure leaves no file."""
-    with plan.source.open("rb") as source:
-        tensors = (_groups(tensor, source) for tensor in plan.tensors)
-        stream(out, lambda part: _write_header(plan, part), tensors, sparse=sparse, on_bytes=on_bytes)
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of the routed experts' matrices."""
+        return sum(tensor.n_bytes for tensor in self.tensors if "_exps.weight" in tensor.name)
 
+    @abstractmethod
+    def room_bytes(self, sparse: bool) -> int:
+        """Upper bound of what the file takes on the disk."""
 
-def stream(
-    out: Path,
-    write_header: Callable[[Path], None],
-    tensors: Iterable[Iterable[Bytes]],
-    *,
-    sparse: bool = False,
-    on_bytes: OnBytes = lambda n: None,
-) -> None:
-    """Writes a GGUF file from its header and the bytes of its tensors, each in groups of rows or of bytes.
+    @abstractmethod
+    def data(self) -> Iterator[Iterable[Bytes]]:
+        """Yields the bytes of each tensor in groups: uint8 [rows, bytes of a row], or one-dimensional."""
 
-    The file replaces `out`. sparse: zeros at the end of a group, which is two-dimensional, become a hole.
-    """
-    try:
-        with _part_file(out) as (part, file):
-            write_header(part)
-            file.seek(0, os.SEEK_END)
-            file.write(b"\0" * (-file.tell() % gguf.GGUF_DEFAULT_ALIGNMENT))  # up to the first tensor
-            for groups in tensors:
-                for data in groups:
-                    n_live = 1 + max(np.flatnonzero(data.any(axis=1)), default=-1) if sparse else len(data)
-                    file.write(data[:n_live].data)
-                    file.seek(data[n_live:].nbytes, os.SEEK_CUR)  # a hole
-                    on_bytes(data.nbytes)
-                file.write(b"\0" * (-file.tell() % gguf.GGUF_DEFAULT_ALIGNMENT))
-            file.truncate()  # to where the last hole ends
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        if error.errno in DISK_FULL_ERRORS:
-            raise DiskSpaceError(
-                f"Cannot write {out}: {(error.strerror or 'no room').lower()}.", "Free some space and try again."
-            ) from None
-        raise
+    def add_tokenizer(self, writer: gguf.GGUFWriter) -> None:
+        """Adds the keys of a tokenizer that is not among the source's fields."""
+        return
+
+    def check_space(self, out: Path, *, sparse: bool = False) -> None:
+        """Raises DiskSpaceError if the file does not fit on the disk."""
+        n_bytes, free = self.room_bytes(sparse), shutil.disk_usage(out.parent).free
+        if n_bytes > free:
+            message = f"{out} needs {format_bytes(n_bytes)}, and {format_bytes(free)} are free there."
+            raise DiskSpaceError(message, self.room_hint)
+
+    def write(self, out: Path, *, sparse: bool = False, on_bytes: OnBytes = lambda n: None) -> None:
+        """Writes `out`, replacing it; calls on_bytes after each group of bytes. A failure leaves no file.
+
+        sparse: zeros at the end of a group, which is two-dimensional, become a hole.
+        """
+        try:
+            with _part_file(out) as (part, file):
+                self.write_header(part)
+                file.seek(0, os.SEEK_END)
+                file.write(b"\0" * (-file.tell() % gguf.GGUF_DEFAULT_ALIGNMENT))  # up to the first tensor
+                for groups in self.data():
+                    for data in groups:
+                        n_live = 1 + max(np.flatnonzero(data.any(axis=1)), default=-1) if sparse else len(data)
+                        file.write(data[:n_live].data)
+                        file.seek(data[n_live:].nbytes, os.SEEK_CUR)  # a hole
+                        on_bytes(data.nbytes)
+                    file.write(b"\0" * (-file.tell() % gguf.GGUF_DEFAULT_ALIGNMENT))
+                file.truncate()  # to where the last hole ends
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            if error.errno in DISK_FULL_ERRORS:
+                raise DiskSpaceError(
+                    f"Cannot write {out}: {(error.strerror or 'no room').lower()}.", "Free some space and try again."
+                ) from None
+            raise
+
+    def write_header(self, path: Path) -> None:
+        """Writes metadata and the list of tensors."""
+        writer = gguf.GGUFWriter(path, self.architecture)
+        add_metadata(writer, self.fields, self.changed)
+        self.add_tokenizer(writer)
+        for tensor in self.tensors:
+            writer.add_tensor_info(
+                tensor.name, tensor.shape, np.dtype(np.float32), tensor.n_bytes, raw_dtype=tensor.type
+            )
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        writer.close()
 
 
 @contextmanager
@@ -129,54 +150,13 @@ def _part_file(out: Path) -> Iterator[tuple[Path, IO[bytes]]]:
             raise
 
 
-def _write_header(plan: WidePlan, path: Path) -> None:
-    """Writes the metadata and the list of tensors."""
-    writer = gguf.GGUFWriter(path, plan.fields["general.architecture"].contents())
-    add_metadata(writer, plan.fields, plan.changed)
-    finish_header(writer, [(tensor.name, tensor.shape, tensor.n_bytes, tensor.mover.type) for tensor in plan.tensors])
-
-
 def add_metadata(writer: gguf.GGUFWriter, fields: Mapping[str, Any], changed: Mapping[str, Any]) -> None:
     """Adds the source's fields, gguf.ReaderField by key, with changed values, and the values of further keys."""
     left = dict(changed)
     dropped = {"general.architecture", "general.alignment", "general.size_label", "general.parameter_count"}
-    for name, field in fields.items():
+    for name, each in fields.items():
         if name not in dropped:
-            sub_type = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
-            writer.add_key_value(name, left.pop(name, field.contents()), field.types[0], sub_type=sub_type)
+            sub_type = each.types[-1] if each.types[0] == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(name, left.pop(name, each.contents()), each.types[0], sub_type=sub_type)
     for name, value in left.items():
         writer.add_key_value(name, value, _VALUE_TYPES[type(value)])
-
-
-def finish_header(
-    writer: gguf.GGUFWriter, tensors: Iterable[tuple[str, tuple[int, ...], int, gguf.GGMLQuantizationType]]
-) -> None:
-    """Writes the header. tensors: name, shape (the slowest dimension first), bytes and type of each."""
-    for name, shape, n_bytes, type_ in tensors:
-        writer.add_tensor_info(name, shape, np.dtype(np.float32), n_bytes, raw_dtype=type_)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    writer.close()
-
-
-def _groups(tensor: WideTensor, source: IO[bytes]) -> Iterator[Bytes]:
-    """Yields the wide tensor in groups of rows: uint8 [rows, bytes of a row]."""
-    origin, mover = tensor.source, tensor.mover
-    narrow = row_bytes(mover.source_type, int(origin.shape[0]))
-    n_rows = int(origin.shape[1]) if len(origin.shape) > 1 else 1
-    # dequantised rows are larger than the file's
-    group = max(1, _GROUP_BYTES // max(mover.n_bytes, 4 * int(origin.shape[0])))
-    for matrix in range(tensor.n_matrices):
-        start = int(origin.data_offset) + matrix * n_rows * narrow
-        for first in range(0, len(tensor.rows), group):
-            rows = tensor.rows[first : first + group]
-            out = np.zeros((len(rows), mover.n_bytes), np.uint8)
-            live = np.flatnonzero(rows >= 0)
-            if len(live):
-                needed, places = np.unique(rows[live], return_inverse=True)
-                source.seek(start + int(needed[0]) * narrow)
-                read = source.read(int(needed[-1] - needed[0] + 1) * narrow)
-                found = np.frombuffer(read, np.uint8).reshape(-1, narrow)[needed - needed[0]]
-                out[live] = mover.move(found)[places]
-            yield out

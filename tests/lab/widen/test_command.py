@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
-import os
-import re
 import shutil
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import gguf
-import numpy as np
 import pytest
 from typer.testing import Result
 
 from moeedge.llama.gguf_file import read_summary
-from tests.cli.terminal import Terminal
 from tests.conftest import TinyFactory
 from tests.support.commands import SIGNALS, refused, run, run_json
 from tests.support.machine import Here, files_of_at_most
@@ -70,20 +64,6 @@ def test_header_and_metadata(tiny_moe: Path, tmp_path: Path) -> None:
     assert after[eps].contents() == pytest.approx(before[eps].contents() / 2)
     types = {tensor.name.split(".")[-2]: tensor.tensor_type.name for tensor in gguf.GGUFReader(out).tensors}
     assert types["ffn_up_exps"] == types["ffn_down_exps"] == "Q8_0" and types["ffn_gate_inp"] == "F32"
-
-
-def test_added_layers_add_nothing(tiny_moe: Path, tmp_path: Path) -> None:
-    out = tmp_path / "wide.gguf"
-    assert widen(out, "-m", tiny_moe, "--layers", 5).exit_code == 0
-    source = {tensor.name: tensor.data for tensor in gguf.GGUFReader(tiny_moe).tensors}
-    adds = []
-    for tensor in gguf.GGUFReader(out).tensors:
-        if tensor.name.endswith("ffn_down_exps.weight"):
-            adds.append(bool(tensor.data.any()))
-        if tensor.name.endswith("ffn_gate_inp.weight"):  # spread over the depth, each before its original
-            layer = int(tensor.name.split(".")[1])
-            assert np.array_equal(tensor.data, source[f"blk.{layer * 3 // 5}.ffn_gate_inp.weight"])
-    assert adds == [False, True, False, True, True]
 
 
 def test_sparse_reads_the_same(tiny_moe: Path, tmp_path: Path) -> None:
@@ -168,20 +148,6 @@ def test_not_enough_disk_space(tiny_moe: Path, tmp_path: Path, here: Here) -> No
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_and_a_quota_leave_no_file(
-    number: int, tiny_moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(_file: int) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(os, "fsync", full)
-    result = widen(tmp_path / "wide.gguf", "-m", tiny_moe, "--embd", 128)
-    assert result.exit_code == 1 and os.strerror(number).lower() in " ".join(result.stderr.split())
-    assert "Free some space" in result.stderr
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize(("signum", "code"), SIGNALS)
 def test_interrupted_write(signum: int, code: int, tiny_moe: Path, tmp_path: Path) -> None:
     part = tmp_path / "wide.gguf.part"
@@ -194,34 +160,3 @@ def test_interrupted_write(signum: int, code: int, tiny_moe: Path, tmp_path: Pat
     _, output = process.communicate(timeout=60)
     assert (process.returncode, output) == (code, "")
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("type_", [pytest.param([], id="copied"), pytest.param(["--type", "q8_0"], id="quantised")])
-def test_memory_does_not_grow_with_the_file(type_: list[str], tiny_moe: Path, tmp_path: Path) -> None:
-    """Files of more than 5 GB; they are sparse, but every byte of theirs passes through memory."""
-    out = tmp_path / "wide.gguf"
-    process = start(out, "-m", tiny_moe, "--embd", 8192, "--ff", 8192, "--head-dim", 1024, "--sparse", *type_)
-    peak_kib = 0  # not ru_maxrss: a child's begins with what its parent had when it forked
-    while process.poll() is None:
-        with suppress(OSError):
-            output = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{process.pid}/status").read_text())
-            peak_kib = int(output[1]) if output else peak_kib
-        time.sleep(0.01)
-    process.communicate()
-    assert process.returncode == 0
-    assert out.stat().st_size > 5 * 10**9
-    out.unlink()
-    assert 0 < peak_kib * 1024 < 2**30
-
-
-@pytest.mark.parametrize("columns", [100, pytest.param(60, marks=pytest.mark.slow)])
-def test_a_bar_in_a_terminal(columns: int, tiny_moe: Path, tmp_path: Path) -> None:
-    arguments = ["lab", "widen", str(tmp_path / "w.gguf"), "-m", str(tiny_moe), "--embd", "1024", "--ff", "512"]
-    env = {"TERM": "xterm", "LANG": "C.UTF-8", "PYTHONIOENCODING": "utf-8"}
-    with Terminal(arguments, env=env, columns=columns) as terminal:
-        assert terminal.wait() == 0, terminal.text
-        assert "widening" in terminal.text and "━" in terminal.text
-        assert "is written" in terminal.text
-        table = terminal.text[terminal.text.index("embedding width") :]
-        assert max(map(len, table.splitlines()[:8])) <= columns
