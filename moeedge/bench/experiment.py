@@ -176,10 +176,6 @@ class Work(ABC):
         """Samples of a mode in one repetition."""
         return sum(self.parts.values())
 
-    def texts_of(self, sample: Sample) -> list[Sample]:
-        """Returns the answers that a sample is of, where it is of several."""
-        return []
-
     def take_over(self, samples: Sequence[Sample], modes: Sequence[BenchMode], *, by_mode: bool) -> None:
         """Takes an interrupted run's samples of the parts and repetitions that all modes finished, or each mode."""
         n_modes = 1 if by_mode else len(self.modes(modes))
@@ -276,10 +272,6 @@ class Together(Work):
     prompt_ids: Sequence[list[int]]  # of the first turns
     n_predict: int
     ignore_eos: bool = False
-    texts: list[Sample] = field(default_factory=list)  # the answers, one text each
-
-    def texts_of(self, sample: Sample) -> list[Sample]:
-        return [text for text in self.texts if (text.mode, text.repetition) == (sample.mode, sample.repetition)]
 
     def rounds(self, arms: Sequence[BenchArm], left: Sequence[tuple[int, str]]) -> Iterator[Round]:
         """A round is a repetition."""
@@ -294,9 +286,10 @@ class Together(Work):
         with Meter(arm.session) as meter:
             generation = self._generate(arm, self.prompt_ids, self.n_predict)
         drain_s, stats, own = arm.drain_transfers(), generation.stats, generation.of_texts[n_parallel]
+        texts = []
         for prompt, prompt_ids, answer in zip(self.prompts, self.prompt_ids, generation.answers, strict=True):
-            text = Sample(label, prompt.id, 0, repetition, 0, stop_reason=answer.stop_reason)
-            self.texts.append(replace(text, tokens=list(answer.tokens), prompt_ids=list(prompt_ids)))
+            held = {"tokens": list(answer.tokens), "prompt_ids": list(prompt_ids), "stop_reason": answer.stop_reason}
+            texts.append(Sample(label, prompt.id, 0, repetition, 0, **held))
         names = ("decode_s", "drafted", "accepted", "draft_s", "verify_s", "observe_s")
         return Sample(
             *(label, "", 0, repetition, 0),
@@ -313,6 +306,7 @@ class Together(Work):
             cpu_s=meter.cpu_s,
             others_s=meter.others_s,
             placement=meter.counters(),
+            texts=texts,
         )
 
     def _warm_up(self, arm: BenchArm) -> None:

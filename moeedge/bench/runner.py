@@ -27,7 +27,7 @@ from moeedge.bench.experiment import (
     synthetic_modes,
 )
 from moeedge.bench.figures import budget_figures, over_best_stock, parallel_figures, plain_mode
-from moeedge.bench.journal import TEXTS, Journal
+from moeedge.bench.journal import Journal
 from moeedge.bench.quality import (
     AnswerScorer,
     LogitsAt,
@@ -228,10 +228,6 @@ class Bench:
         in_turn, by_test = isinstance(self.arms, ArmsInTurn), self._journal.samples(self._part, index)
         for work in current.works:  # modes that are measured one after the other are finished one by one
             work.take_over(by_test.get(work.name, ()), current.modes, by_mode=in_turn)
-            if isinstance(work, Together):
-                done = {(sample.mode, sample.repetition) for sample in work.measured}
-                texts = by_test.get(TEXTS.format(work.name), ())
-                work.texts += [text for text in texts if (text.mode, text.repetition) in done]
             for sample in work.measured:
                 self._advance(sample, work.name)
                 if isinstance(work, Conversations) and sample.mode == REFERENCE:
@@ -247,8 +243,6 @@ class Bench:
                 for work in current.works:
                     own = [arm for arm in arms if arm.mode in work.modes(current.modes)]
                     for sample in work.samples(own, repetitions, first_place=place, run=self._run):
-                        for text in work.texts_of(sample):
-                            self._journal.add((self._part, index, TEXTS.format(work.name)), text)
                         self._journal.add((self._part, index, work.name), sample)
                         self._advance(sample, work.name)
                 self._read_ends(arms, current)
@@ -301,8 +295,7 @@ class Bench:
         reference = samples_of(next((each.label for each in current.modes if each.name == REFERENCE), None))
         expected = reference
         if isinstance(work, Together):
-            done = {sample.repetition for sample in common}
-            answers = [text for text in work.texts if text.mode == mode.label and text.repetition in done]
+            answers = [text for sample in own for text in sample.texts]
             expected = self._alone
         prompts = {"prompts": len({sample.prompt for sample in answers}), "prompts_left_out": self._n_left_out}
         setup = describe_setup(

@@ -81,6 +81,10 @@ class Sample(AnswerSums):
     # for the output check, not in the record
     tokens: list[int] = field(default_factory=list)  # the answer, without the stop token
     prompt_ids: list[int] = field(default_factory=list)
+    texts: list[Sample] = field(default_factory=list)  # the answers, where several are decoded together
+
+    def __post_init__(self) -> None:
+        self.texts = [Sample(**text) if isinstance(text, dict) else text for text in self.texts]  # a journal's: dicts
 
     read_bytes_per_token = records.quotient(
         "decode_read_bytes", "decode_tokens", "Read from disks by this process per decoded token", "bytes"
