@@ -28,15 +28,6 @@ POLICY_PAIR = ("spac", "lru")
 _ALL = parse_modes("stock-ar,stock-sd,moeedge,moeedge-ar")
 
 
-def test_a_list_of_modes() -> None:
-    assert [mode.name for mode in parse_modes("moeedge, stock-ar,moeedge")] == ["moeedge", "stock-ar"]
-    with pytest.raises(InputError, match="mode 'stock'") as caught:
-        parse_modes("stock-ar,stock")
-    assert "moeedge-ar" in caught.value.hint
-    with pytest.raises(InputError, match="empty"):
-        parse_modes(" ,")
-
-
 def test_without_a_draft_moeedge_decodes_one_token_at_a_time() -> None:
     kept, notes = applicable_modes(parse_modes("stock-ar,stock-sd,moeedge,moeedge-ar"), has_draft=False)
     assert [(mode.name, mode.drafts) for mode in kept] == [("stock-ar", False), ("moeedge", False)]
@@ -93,8 +84,6 @@ def test_every_mode_of_ours_is_measured_with_every_policy_and_ratio() -> None:
         *(f"{name} {policy} {r}" for name in ("moeedge", "moeedge-ar") for policy in POLICY_PAIR for r in (0.17, 0.5)),
     ]
     assert [mode.label for mode in Sweep((), (0.17,)).modes(_ALL)][2:] == ["moeedge 0.17", "moeedge-ar 0.17"]
-    assert Sweep().modes(_ALL) == _ALL
-    assert not Sweep().is_set
     with pytest.raises(InputError, match="have no expert cache"):
         Sweep(("spac",), ()).modes(parse_modes("stock-ar"))
 

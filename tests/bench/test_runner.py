@@ -117,6 +117,7 @@ def test_without_a_draft_the_ratio_is_the_cost_of_the_backend(tmp_path: Path, ti
     assert str(ours.output) == "2/2"  # the same kernels on the same batches: no near-tie is permitted
     assert (ours.tokens_per_step, ours.setup.draft, ours.setup.gamma) == (1.0, "none", 0)
     assert ours.ratio is not None and ours.ratio > 0
+    assert ours.best_stock == () and as_dict(ours)["ratio_best_stock"] is None  # with one stock mode
 
 
 def test_a_dense_model_with_ngram_drafts(tmp_path: Path, tiny_draft: Path) -> None:
@@ -144,17 +145,6 @@ def test_synthetic_rows(tiny_moe: Path, tiny_draft: Path) -> None:
     assert [sample.decode_tokens for sample in decoding.samples] == [16, 16, 4] * 2  # in slices
     assert len(decoding.tg.values) == 2
     assert recorder.total == len(recorder.samples) == 2 * 2 * (1 + 3)
-
-
-def test_a_dataset_and_a_synthetic_prompt_in_one_run(tmp_path: Path, tiny_moe: Path) -> None:
-    plan = make_plan(tiny_moe, None, dataset=write_conversations(tmp_path, n=1), n_prompt=8, n_predict=2, repetitions=1)
-    rows, _ = run(plan)
-    records = [as_dict(row) for row in rows]
-    assert [(r["test"], r["mode"]) for r in records] == [
-        ("talk", "stock-ar"), ("talk", "moeedge"), ("pp8", "stock-ar"), ("pp8", "moeedge"),
-    ]  # fmt: skip
-    assert all(list(record) == list(records[0]) for record in records)
-    assert [record["prompts"] for record in records] == [1, 1, None, None]
 
 
 def _after(n: int, recorder: Recorder) -> Callable[[], bool]:
@@ -190,9 +180,10 @@ def test_the_context_is_what_the_prompts_need(tmp_path: Path, tiny_moe: Path, ti
 
 def test_the_record_names_the_choices_behind_its_figures(tmp_path: Path, tiny_moe: Path, tiny_draft: Path) -> None:
     dataset = write_conversations(tmp_path)
-    rows, _ = run(make_plan(tiny_moe, tiny_draft, dataset=dataset, limit=5, repetitions=1))
+    rows, _ = run(make_plan(tiny_moe, tiny_draft, dataset=dataset, limit=5, repetitions=1, n_prompt=8))
     records = [json.loads(json.dumps(as_dict(row))) for row in rows]
     assert all(list(record) == list(records[0]) for record in records)
+    assert [(record["test"], record["prompts"]) for record in records] == [("talk", 2)] * 3 + [("pp8", None)] * 2
     record = records[2]
     known = {"schema": SCHEMA, "mode": "moeedge", "test": "talk", "threads": 1, "gamma": 3, "n_experts": 16, "limit": 5}
     known |= {"draft": tiny_draft.name, "model": tiny_moe.name, "n_predict": 12, "repetitions": 1, "utility_cap": 4}
