@@ -77,7 +77,6 @@ def make_plan(
 
 
 def run(plan: BenchPlan) -> tuple[list[BenchRow], Recorder]:
-    """Runs a plan to its end."""
     recorder = Recorder()
     with RecordedBench(plan, recorder) as bench:
         assert bench.measure()

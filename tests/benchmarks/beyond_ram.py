@@ -62,7 +62,6 @@ def read_bytes() -> int:
 
 
 def config_of(arm: str, options: argparse.Namespace) -> EngineConfig:
-    """The session of an arm."""
     arm, *own = arm.split("@")
     sizes = {part.rstrip("0123456789"): int(part.lstrip("tub")) for part in own}
     drafts = arm.endswith(("-sd", "-auto"))
@@ -203,7 +202,6 @@ def decode_ts(run: dict[str, Any]) -> float:
 
 
 def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Medians of the runs of each arm."""
     rows: list[dict[str, Any]] = []
     for arm in dict.fromkeys(run["arm"] for run in runs):
         mine = [run for run in runs if run["arm"] == arm]

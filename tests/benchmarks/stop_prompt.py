@@ -62,7 +62,6 @@ def speed_ratio(session: Session, tokens: list[int], *, first: bool) -> float:
 
 
 def measure(config: EngineConfig, *, n_stops: int, n_pairs: int, seed: int = 1) -> dict[str, object]:
-    """The record that is printed."""
     rng = random.Random(seed)
     tokens = [rng.randrange(256) for _ in range(N_PROMPT)]
     with Session.open(config) as session:

@@ -52,13 +52,11 @@ class Case:
 
     @property
     def id(self) -> str:
-        """The case in words."""
         words = [f"{key}={value}" for key, value in self.settings.items()]
         return " ".join([self.model, self.kind, *words])
 
 
 def n_layers(model: str) -> int:
-    """Layers of that tiny model."""
     return N_LAYERS.get(model, N_LAYERS_DEFAULT)
 
 
