@@ -288,8 +288,8 @@ class Together(Work):
         drain_s, stats, own = arm.drain_transfers(), generation.stats, generation.of_texts[n_parallel]
         texts = []
         for prompt, prompt_ids, answer in zip(self.prompts, self.prompt_ids, generation.answers, strict=True):
-            held = {"tokens": list(answer.tokens), "prompt_ids": list(prompt_ids), "stop_reason": answer.stop_reason}
-            texts.append(Sample(label, prompt.id, 0, repetition, 0, **held))
+            text = Sample(label, prompt.id, 0, repetition, 0, stop_reason=answer.stop_reason)
+            texts.append(replace(text, tokens=list(answer.tokens), prompt_ids=list(prompt_ids)))
         names = ("decode_s", "drafted", "accepted", "draft_s", "verify_s", "observe_s")
         return Sample(
             *(label, "", 0, repetition, 0),

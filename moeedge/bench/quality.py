@@ -84,7 +84,6 @@ class OutputCheck:
     agreement: float | None = figure(
         "Share of stock-ar's tokens before the first difference of each answer", default=None, most=1
     )
-    lossy: bool = False  # answers may differ: differences are not listed, and none is an error
     near_ties: tuple[Difference, ...] = figure("Differences that a near-tie explains", default=(), absent=())
     different: tuple[Difference, ...] = figure("Other differences", default=(), absent=())
 
@@ -120,7 +119,7 @@ def check_answers(
     Verification computes several tokens in one batch, and kernels may round a batch differently from a single token.
     Where the logits of two tokens are as close as rounding makes them, either token is a correct answer: a near-tie,
     which is listed and is no failure. Any other difference is an error. Under an expert budget answers differ by
-    design: the comparison then gives a figure of quality, and no error.
+    design: the comparison then gives a figure of quality, lists nothing and finds no error.
 
     end_tokens: ids that stop an answer. own_split: `logits_at` computes with the same layers on the GPU as `samples`,
     which rounds otherwise than the reference: there the best token is right. lossy: made under an expert budget.
@@ -146,7 +145,6 @@ def check_answers(
         equal=sum(equal.values()),
         compared=len(equal),
         agreement=n_agreed / n_tokens if n_tokens else None,
-        lossy=lossy,
         near_ties=tuple(d for d in differences.values() if d.near_tie),
         different=tuple(d for d in differences.values() if not d.near_tie),
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moeedge.bench.arms import largest_cache, split_passes
+from moeedge.bench.arms import split_passes
 from moeedge.bench.config import (
     MODES,
     Sweep,
@@ -116,12 +116,6 @@ def test_caches_run_side_by_side_or_one_by_one_with_the_reference() -> None:
     assert [current.modes for current in split_passes([], together=True, apart=layered)] == [
         (mode,) for mode in layered
     ]
-
-
-def test_the_largest_cache_is_tried_first() -> None:
-    swept = Sweep((), (0.1, 0.5, 0.2)).modes([MODES["moeedge"]])
-    assert largest_cache(swept).cache_ratio == 0.5
-    assert largest_cache([*swept, MODES["moeedge"]]).cache_ratio is None  # chosen by the engine
 
 
 def test_synthetic_tests_repeat_no_cache() -> None:
