@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -20,7 +19,7 @@ from moeedge.bench.samples import CacheFigures
 from moeedge.errors import ContextTooSmallError
 from moeedge.records import as_dict
 from moeedge.scheduler.config import PlacementConfig
-from tests.bench.recording import RecordedBench, Recorder, make_plan, run, write_conversations
+from tests.bench.recording import Recorder, make_plan, run, write_conversations
 
 # plain greedy decoding with llama_cpp's low-level calls; prompts come in, answers go out as JSON
 _STOCK = """
@@ -147,20 +146,12 @@ def test_synthetic_rows(tiny_moe: Path, tiny_draft: Path) -> None:
     assert recorder.total == len(recorder.samples) == 2 * 2 * (1 + 3)
 
 
-def _after(n: int, recorder: Recorder) -> Callable[[], bool]:
-    """A `cancel` that returns True from `n` samples on."""
-    return lambda: len(recorder.samples) >= n
-
-
 @pytest.mark.parametrize(("n_samples", "n_turns"), [(0, 0), (4, 1), (10, 3)])
 def test_an_interrupted_run_reports_the_work_of_all_modes(
     tmp_path: Path, tiny_moe: Path, tiny_draft: Path, n_samples: int, n_turns: int
 ) -> None:
-    recorder = Recorder()
     plan = make_plan(tiny_moe, tiny_draft, dataset=write_conversations(tmp_path))
-    with RecordedBench(plan, recorder, cancelled=_after(n_samples, recorder)) as bench:
-        assert not bench.measure()
-        rows = bench.rows()
+    rows, recorder = run(plan, stop_after=n_samples)
     assert len(recorder.samples) == n_samples
     assert [len(row.samples) for row in rows] == ([n_turns] * 3 if n_turns else [])
 
@@ -171,11 +162,11 @@ def test_the_context_is_what_the_prompts_need(tmp_path: Path, tiny_moe: Path, ti
     assert any(note.startswith("1 of 3 prompts") for note in recorder.notes)
     assert (row.setup.prompts, row.setup.prompts_left_out, row.setup.n_ctx) == (2, 1, 256)
     short = make_plan(tiny_moe, None, dataset=write_conversations(tmp_path), n_ctx=16)
-    with pytest.raises(ContextTooSmallError, match="No prompt fits"), RecordedBench(short, Recorder()):
-        pass
+    with pytest.raises(ContextTooSmallError, match="No prompt fits"):
+        run(short)
     synthetic = make_plan(tiny_moe, None, n_prompt=512, n_ctx=256)
-    with pytest.raises(ContextTooSmallError, match="synthetic tests need 512"), RecordedBench(synthetic, Recorder()):
-        pass
+    with pytest.raises(ContextTooSmallError, match="synthetic tests need 512"):
+        run(synthetic)
 
 
 def test_the_record_names_the_choices_behind_its_figures(tmp_path: Path, tiny_moe: Path, tiny_draft: Path) -> None:
