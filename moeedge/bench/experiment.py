@@ -75,10 +75,6 @@ class BenchArm:
     session: Session
     own_target: bool = False  # its target has other layers on a GPU than that of the other modes
 
-    def prompt_tokens(self, messages: list[dict[str, str]]) -> list[int]:
-        """Returns the token ids of a conversation that asks for the next answer."""
-        return self.session.model.chat_tokens(messages)
-
     def answer(
         self,
         prompt_ids: Sequence[int],
@@ -242,7 +238,7 @@ class Conversations(Work):
             for turn in range(len(prompt.turns)):
                 messages += prompt.messages(turn)
                 about = {"prompt": part, "category": prompt.category, "turn": turn, "repetition": repetition}
-                prompt_ids = reference.prompt_tokens(messages)
+                prompt_ids = reference.session.model.chat_tokens(messages)
                 yield repetition + index, partial(self._answer, reference, prompt_ids, about)
                 messages.append({"role": "assistant", "content": self.answers[part, turn]})
 
@@ -257,7 +253,7 @@ class Conversations(Work):
     def _warm_up(self, arm: BenchArm) -> None:
         """Touches memory, starts threads, fills caches."""
         arm.session.reset()
-        tokens = arm.prompt_tokens(self.prompts[0].messages(0))
+        tokens = arm.session.model.chat_tokens(self.prompts[0].messages(0))
         arm.answer(tokens, n_predict=_WARM_UP_TOKENS, ignore_eos=self.ignore_eos, run=self.run)
 
 

@@ -22,7 +22,6 @@ from moeedge.bench.samples import Sample, Samples, answer_scores, grouped, mean_
 from moeedge.data.prompts import Dataset, EvaluationText
 from moeedge.errors import InputError
 from moeedge.llama.context import Context
-from moeedge.llama.model import Model
 from moeedge.native.abi import Phase
 from moeedge.records import derived, figure, filled
 from moeedge.run import Run
@@ -52,11 +51,6 @@ def logits_in(context: Context) -> LogitsAt:
         return np.array(logits[0])  # a copy: the view is valid until the next decode
 
     return logits_at
-
-
-def stop_tokens(model: Model) -> list[int]:
-    """Returns the ids that end an answer."""
-    return [token for token in range(model.info.n_vocab) if model.is_eog(token)]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -36,7 +35,6 @@ from moeedge.bench.quality import (
     check_scoring,
     logits_in,
     measure_perplexity,
-    stop_tokens,
 )
 from moeedge.bench.records import BenchRow, compare_with_whole_layers, describe_setup, make_row, read_end
 from moeedge.bench.roofline import Roofline, measure_roofline
@@ -157,7 +155,7 @@ class Bench:
         """Returns what the modes of a pass do, one after the other."""
         plan, works = self.plan, list[Work]()
         if plan.dataset is not None and plan.decodes_together:
-            prompt_ids = [self.arms.reference.prompt_tokens(prompt.messages(0)) for prompt in self._prompts]
+            prompt_ids = [self._models[0].chat_tokens(prompt.messages(0)) for prompt in self._prompts]
             works.append(Together(name=plan.dataset.name, prompt_ids=prompt_ids, **self._answering))
         elif plan.dataset is not None:
             works.append(Conversations(name=plan.dataset.name, **self._answering))
@@ -177,10 +175,6 @@ class Bench:
         if note not in self._notes:
             self._notes.add(note)
             self._show(note)
-
-    @cached_property
-    def _end_tokens(self) -> list[int]:
-        return stop_tokens(self._models[0])
 
     # measuring
 
@@ -373,7 +367,7 @@ class Bench:
         self, own: Samples, reference: Samples, mode: BenchMode, logits_at: LogitsAt, *, own_split: bool = False
     ) -> OutputCheck:
         lossy = mode.budget is not None
-        return check_answers(own, reference, logits_at, self._end_tokens, own_split=own_split, lossy=lossy)
+        return check_answers(own, reference, logits_at, self._models[0].eog_tokens, own_split=own_split, lossy=lossy)
 
 
 def _needed_context(model: Model, prompt: Prompt, n_predict: int) -> int:
