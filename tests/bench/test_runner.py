@@ -189,7 +189,7 @@ def test_the_record_names_the_choices_behind_its_figures(tmp_path: Path, tiny_mo
     assert record["mode"] not in sample.values()
     keys = "prompt turn repetition order prefill_s decode_s ttft_s steps drafted accepted"
     assert set(keys.split()) <= set(sample)
-    assert record["cpu"] and record["version"]
+    assert record["cpu"] and record["version"] and record["time"].endswith("+00:00")
 
 
 def _plan(tiny_moe: Path, tiny_draft: Path, sweep: Sweep, **options: Any) -> BenchPlan:

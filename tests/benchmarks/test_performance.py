@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.benchmarks.performance import bench_tables, draft_cost, read, recosted, tables
+from tests.benchmarks.performance import draft_cost, read, recosted, tables
 
 _RECORDS = sorted((Path(__file__).resolve().parents[2] / "docs" / "benchmarks").glob("performance-*.json.gz"))
 
@@ -15,15 +15,6 @@ _RECORDS = sorted((Path(__file__).resolve().parents[2] / "docs" / "benchmarks").
 @pytest.mark.parametrize("path", _RECORDS, ids=lambda path: path.name)
 def test_every_record_has_tables(path: Path) -> None:
     assert any("|--" in table for table in tables(read(path)))
-
-
-def test_the_least_category_is_told() -> None:
-    rows = [row for path in _RECORDS for row in read(path)]
-    row = next(row for row in rows if row["best_stock_by_category"])
-    parts = [dict(part, ratio=2.0) for part in row["best_stock_by_category"]]
-    parts[0] |= {"ratio": 0.5, "category": "slow"}
-    lines = list(bench_tables([rows[0], row | {"best_stock_by_category": parts}]))
-    assert any(line.endswith("least 0.500 (slow)\n") for line in lines)
 
 
 def test_a_dearer_draft_costs_its_tokens() -> None:
