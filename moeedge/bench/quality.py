@@ -85,9 +85,6 @@ class OutputCheck:
     def text(self) -> str:
         return f"{self.equal}/{self.compared}"
 
-    def __str__(self) -> str:
-        return self.text
-
     @property
     def passed(self) -> bool:
         """Whether all differences are near-ties."""
@@ -303,7 +300,6 @@ class Perplexity:
     text_sha256: str = figure("SHA-256 of the text, hexadecimal", key="perplexity_text_sha256")
     n_tokens: int = figure("Tokens predicted", key="perplexity_tokens")
     batch_tokens: int = figure("Tokens per batch, a verification of gamma + 1", key="perplexity_batch")
-    window_tokens: int  # after so many tokens the KV cache is emptied
     nll: float  # mean negative log-likelihood of a token, in nats
     nll_stderr: float  # standard error of that mean
 
@@ -351,7 +347,6 @@ def measure_perplexity(
         text_sha256=text.sha256,
         n_tokens=nll.size,
         batch_tokens=batch_tokens,
-        window_tokens=window,
         nll=float(nll.mean()),
         nll_stderr=float(nll.std(ddof=1) / math.sqrt(nll.size)) if nll.size > 1 else 0.0,
     )

@@ -139,7 +139,7 @@ def grouped(items: Iterable[T], key: Callable[[T], Any]) -> dict[Any, list[T]]:
     return groups
 
 
-def common_samples(samples: Iterable[Sample], modes: Sequence[str], expected: int | None = None) -> list[Sample]:
+def common_samples(samples: Iterable[Sample], modes: Sequence[str], expected: int) -> list[Sample]:
     """Returns the samples of the work that all of `modes` have done; drops the rest of an interrupted run.
 
     expected: samples per mode and repetition; an unfinished repetition is dropped if there is a finished one.
@@ -147,7 +147,7 @@ def common_samples(samples: Iterable[Sample], modes: Sequence[str], expected: in
     by_key = grouped(samples, attrgetter("key"))
     complete = {key: group for key, group in by_key.items() if {s.mode for s in group} >= set(modes)}
     per_repetition = Counter(repetition for _, _, repetition in complete)
-    full = {repetition for repetition, n in per_repetition.items() if expected is None or n >= expected}
+    full = {repetition for repetition, n in per_repetition.items() if n >= expected}
     return [s for key, group in complete.items() if not full or key[2] in full for s in group]
 
 

@@ -160,7 +160,7 @@ def test_a_small_gap_is_a_near_tie_and_a_large_one_a_failure() -> None:
         return _logits(t2=3.0, t4=3.0 - NEAR_TIE_GAP / 2) if sample.prompt == "b" else _logits(t3=3.0, t5=2.0)
 
     check = check_answers(answers, reference, logits_at, [_END])
-    assert str(check) == "1/3"
+    assert check.text == "1/3"
     assert calls == [("b", 1), ("c", 2)]
     assert [(d.prompt, d.position, d.reference_token, d.token) for d in check.near_ties] == [("b", 1, 2, 4)]
     assert check.near_ties[0].gap == pytest.approx(NEAR_TIE_GAP / 2, abs=1e-6)
@@ -180,14 +180,14 @@ def test_a_prompt_is_equal_when_all_its_turns_and_repetitions_are() -> None:
     reference = [_sample("a", [1], turn=0), _sample("a", [2], turn=1), _sample("b", [3])]
     answers = [*reference, _sample("a", [1], turn=0, repetition=1), _sample("a", [7], turn=1, repetition=1)]
     check = check_answers(answers, reference, lambda _s, _p: _logits(t2=1.0), [_END])
-    assert str(check) == "1/2"
+    assert check.text == "1/2"
     assert [(d.turn, d.repetition) for d in check.different] == [(1, 1)]
 
 
 def test_the_reference_must_repeat_itself_too() -> None:
     unsteady = [_sample("a", [1]), _sample("a", [2], repetition=1), _sample("a", [2], repetition=2)]
     check = check_answers(unsteady, unsteady, lambda _s, _p: _logits(t1=4.0), [_END])
-    assert (str(check), len(check.different)) == ("0/1", 1)  # the same difference once
+    assert (check.text, len(check.different)) == ("0/1", 1)  # the same difference once
 
 
 def test_on_its_own_split_the_best_token_is_right() -> None:
@@ -219,7 +219,7 @@ def test_tokens_one_by_one_and_in_batches(tiny_moe: Path) -> None:
         for batch_tokens in (1, 5, 9):
             measured = measure_perplexity(context, _TEXT, batch_tokens=batch_tokens)
             assert measured is not None
-            assert (measured.n_tokens, measured.batch_tokens, measured.window_tokens) == (len(losses), batch_tokens, 64)
+            assert (measured.n_tokens, measured.batch_tokens) == (len(losses), batch_tokens)
             assert measured.nll == pytest.approx(np.mean(losses), abs=0.01)  # a batch rounds otherwise
             assert measured.value == pytest.approx(math.exp(measured.nll))
         assert context.n_past == 0

@@ -113,7 +113,9 @@ def test_without_a_draft_the_ratio_is_the_cost_of_the_backend(tmp_path: Path, ti
     rows, _ = run(plan)
     assert [row.mode for row in rows] == ["stock-ar", "moeedge"]
     ours = rows[1]
-    assert str(ours.output) == "2/2"  # the same kernels on the same batches: no near-tie is permitted
+    assert (
+        ours.output is not None and ours.output.text == "2/2"
+    )  # the same kernels on the same batches: no near-tie is permitted
     assert (ours.tokens_per_step, ours.setup.draft, ours.setup.gamma) == (1.0, "none", 0)
     assert ours.ratio is not None and ours.ratio > 0
     assert ours.best_stock == () and as_dict(ours)["ratio_best_stock"] is None  # with one stock mode

@@ -81,7 +81,7 @@ def test_an_interrupted_run_keeps_the_work_of_all_modes() -> None:
     assert {s.key for s in common_samples([*done, *cut], ["x", "y"], expected=2)} == {("a", 0, 0), ("b", 0, 0)}
     first = common_samples([*done[:2], done[2]], ["x", "y"], expected=2)  # no repetition was finished
     assert {(s.mode, s.prompt) for s in first} == {("x", "a"), ("y", "a")}
-    assert common_samples([done[0]], ["x", "y"]) == []
+    assert common_samples([done[0]], ["x", "y"], expected=2) == []
 
 
 def test_a_stop_token_was_decoded_too() -> None:
