@@ -259,13 +259,12 @@ class Conversations(Work):
 
 @dataclass(kw_only=True)
 class Together(Work):
-    """All prompts answered by arms that decode N texts at a time: a sample per repetition and arm.
+    """The first turns of all prompts, answered by arms that decode N texts at a time: a sample per repetition and arm.
 
     Texts wait in a queue and join where one ends; only steps with N texts count.
     """
 
     prompts: Sequence[Prompt]
-    prompt_ids: Sequence[list[int]]  # of the first turns
     n_predict: int
     ignore_eos: bool = False
 
@@ -278,18 +277,18 @@ class Together(Work):
 
     def _answer(self, repetition: int, arm: BenchArm) -> Sample:
         """Answers all prompts; the sample holds the steps with N texts."""
-        label, n_parallel = arm.mode.label, arm.mode.n_parallel or 1
+        label, n_parallel, tokens = arm.mode.label, arm.mode.n_parallel or 1, self._tokens(arm)
         with Meter(arm.session) as meter:
-            generation = self._generate(arm, self.prompt_ids, self.n_predict)
+            generation = self._generate(arm, tokens, self.n_predict)
         drain_s, stats, own = arm.drain_transfers(), generation.stats, generation.of_texts[n_parallel]
         texts = []
-        for prompt, prompt_ids, answer in zip(self.prompts, self.prompt_ids, generation.answers, strict=True):
+        for prompt, prompt_ids, answer in zip(self.prompts, tokens, generation.answers, strict=True):
             text = Sample(label, prompt.id, 0, repetition, 0, stop_reason=answer.stop_reason)
-            texts.append(replace(text, tokens=list(answer.tokens), prompt_ids=list(prompt_ids)))
+            texts.append(replace(text, tokens=list(answer.tokens), prompt_ids=prompt_ids))
         names = ("decode_s", "drafted", "accepted", "draft_s", "verify_s", "observe_s")
         return Sample(
             *(label, "", 0, repetition, 0),
-            prompt_tokens=sum(map(len, self.prompt_ids)),
+            prompt_tokens=sum(map(len, tokens)),
             prefill_tokens=stats.prefill_tokens,
             prefill_s=stats.prefill_s,
             generated_tokens=sum(len(answer.tokens) for answer in generation.answers),
@@ -306,7 +305,10 @@ class Together(Work):
         )
 
     def _warm_up(self, arm: BenchArm) -> None:
-        self._generate(arm, self.prompt_ids[: arm.mode.n_parallel], _WARM_UP_TOKENS_TOGETHER)
+        self._generate(arm, self._tokens(arm)[: arm.mode.n_parallel], _WARM_UP_TOKENS_TOGETHER)
+
+    def _tokens(self, arm: BenchArm) -> list[list[int]]:
+        return [arm.session.model.chat_tokens(prompt.messages(0)) for prompt in self.prompts]
 
     def _generate(self, arm: BenchArm, prompts: Sequence[Sequence[int]], n_predict: int) -> ParallelGeneration:
         """Answers the prompts from empty KV caches. Raises KeyboardInterrupt where Ctrl-C ended an answer."""

@@ -154,11 +154,9 @@ class Bench:
     def _works(self) -> list[Work]:
         """Returns what the modes of a pass do, one after the other."""
         plan, works = self.plan, list[Work]()
-        if plan.dataset is not None and plan.decodes_together:
-            prompt_ids = [self._models[0].chat_tokens(prompt.messages(0)) for prompt in self._prompts]
-            works.append(Together(name=plan.dataset.name, prompt_ids=prompt_ids, **self._answering))
-        elif plan.dataset is not None:
-            works.append(Conversations(name=plan.dataset.name, **self._answering))
+        if plan.dataset is not None:
+            kind = Together if plan.decodes_together else Conversations
+            works.append(kind(name=plan.dataset.name, **self._answering))
         for test in plan.tests:
             works.append(SyntheticWork(name=test.name, warms_up=plan.warm_up, test=test, delay_s=plan.delay_s))
         for scripted in plan.scripted:
