@@ -50,11 +50,8 @@ def load_models(
     has_size = any(mode.cache_ratio is not None for mode in modes)
     # a model that fits a GPU is not left there entirely where modes ask for a cache
     target = stack.enter_context(load_target(base, device, whole_fits=False if has_size else None))
-    if (
-        not isinstance(base.draft, Path)
-        or base.gamma == 0
-        or not any(mode.drafts and not mode.source for mode in modes)
-    ):
+    has_draft = isinstance(base.draft, Path) and base.gamma > 0
+    if not (has_draft and any(mode.drafts and not mode.source for mode in modes)):
         return target, None
     return target, stack.enter_context(load_draft(base, device))
 
@@ -99,11 +96,6 @@ def split_passes(modes: Sequence[BenchMode], *, together: bool, apart: Sequence[
     return [Pass(tuple(first)), *later] if first else later
 
 
-def largest_cache(modes: Sequence[BenchMode]) -> BenchMode:
-    """Returns the swept mode with the largest cache; a size that the engine chooses counts as the largest."""
-    return max(modes, key=lambda mode: 2.0 if mode.cache_ratio is None else mode.cache_ratio)
-
-
 @dataclass(kw_only=True, eq=False)
 class _Sessions:
     """Base of both kinds of arms. Raises InputError on entering where no mode can run."""
@@ -116,9 +108,6 @@ class _Sessions:
 
     def __exit__(self, *error: object) -> None:
         self.resources.close()
-
-    def _arm(self, mode: BenchMode, stack: ExitStack, **options: Any) -> BenchArm:
-        return open_arm(self.base, mode, stack, run=self.run, **options)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -193,8 +182,8 @@ class Arms(_Sessions):
         self.first |= self._open([mode for mode in modes if not mode.is_swept], self.first_resources)
         if not swept:
             return True
-        largest = largest_cache(swept)
-        others = [mode for mode in swept if mode is not largest]
+        # a size that the engine chooses counts as the largest
+        largest, *others = sorted(swept, key=lambda mode: -2.0 if mode.cache_ratio is None else -mode.cache_ratio)
         with ExitStack() as probing:
             probe = self._open([largest], probing)
             stats = probe[largest.label].session.placement_stats()
@@ -244,7 +233,7 @@ class Arms(_Sessions):
                 how = {"opened": open_session, "own_target": True, "draft_model": draft if mode.drafts else None}
             elif mode.method == "ncmoe":
                 how |= {"model": target(self.splits[mode.label].layers.n_cpu_moe), "own_target": True}
-            arm = arms[mode.label] = self._arm(mode, stack, **how)
+            arm = arms[mode.label] = open_arm(self.base, mode, stack, run=self.run, **how)
             if mode.engine == "moeedge":
                 self.uses.append((mode, whole_layers.session_use(arm.session, self.device)))
         for arm in arms.values():
@@ -328,7 +317,7 @@ class ArmsInTurn(_Sessions):
         """A mode with the memory to itself."""
         _drop_page_cache(self.base)
         with ExitStack() as stack:
-            arm = self.measured[mode.label] = self._arm(mode, stack)
+            arm = self.measured[mode.label] = open_arm(self.base, mode, stack, run=self.run)
             for note in arm.session.info.notes:
                 self.run.say(note)
             yield arm

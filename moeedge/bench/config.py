@@ -73,19 +73,19 @@ class BenchMode:
         return self.engine == "moeedge" and has_choice
 
 
-_MODES = (
-    BenchMode("stock-ar", "stock", drafts=False),  # stock llama.cpp, one token at a time
-    BenchMode("stock-sd", "stock", drafts=True),  # stock llama.cpp with the same draft and loop
-    BenchMode(
-        "stock-ngram", "stock", drafts=True, source="ngram"
-    ),  # the same with the text's own n-grams (prompt lookup)
-    BenchMode("moeedge", "moeedge", drafts=True),  # our backend with the draft
-    BenchMode("moeedge-ar", "moeedge", drafts=False),  # our backend, one token at a time
-    # stock llama.cpp with as many whole layers on the GPU as fill the memory that moeedge takes there
-    BenchMode("stock-ncmoe", "stock", drafts=False, method="ncmoe"),
-    BenchMode("stock-ncmoe-sd", "stock", drafts=True, method="ncmoe"),
-)
-MODES = {mode.name: mode for mode in _MODES}
+MODES = {
+    mode.name: mode
+    for mode in (
+        BenchMode("stock-ar", "stock", drafts=False),  # stock llama.cpp, one token at a time
+        BenchMode("stock-sd", "stock", drafts=True),  # with the same draft and loop
+        BenchMode("stock-ngram", "stock", drafts=True, source="ngram"),  # with the text's own n-grams (prompt lookup)
+        BenchMode("moeedge", "moeedge", drafts=True),  # our backend with the draft
+        BenchMode("moeedge-ar", "moeedge", drafts=False),  # our backend, one token at a time
+        # stock llama.cpp with as many whole layers on the GPU as fill the memory that moeedge takes there
+        BenchMode("stock-ncmoe", "stock", drafts=False, method="ncmoe"),
+        BenchMode("stock-ncmoe-sd", "stock", drafts=True, method="ncmoe"),
+    )
+}
 
 
 def applicable_modes(modes: Sequence[BenchMode], *, has_draft: bool) -> tuple[tuple[BenchMode, ...], list[str]]:
@@ -364,17 +364,13 @@ class BenchPlan:
         require(not self.run_code or self.score, "--run-code runs programs for their score: it needs --score")
         for mode in self.modes if self.scripted else ():
             is_scripted = mode.source is None and mode.p_min is None
-            require(
-                is_scripted, f"--accept with {mode.label}: drafts would be free, or of scripted confidence. Use -md"
-            )
+            reason = f"--accept with {mode.label}: drafts would be free, or of scripted confidence. Use -md"
+            require(is_scripted, reason)
         has_budget = any(mode.budget is not None for mode in self.modes)
         require(not (self.base.routing and has_budget), "--routing and --expert-budget cannot be used together")
         forced = bool(self.scripted or self.base.routing)  # tokens or experts that are not the model's own
-        require(
-            not (forced and self.dataset), "--dataset asks for the model's own answers: not with --accept, --routing"
-        )
+        own_answers = "--dataset asks for the model's own answers: not with --accept, --routing"
+        require(not (forced and self.dataset), own_answers)
         require(not (forced and self.text), "--perplexity is of the model itself: not with --accept or --routing")
-        require(
-            self.dataset is not None or self.tests or self.scripted,
-            "nothing to measure: no dataset, and -p and -n are 0",
-        )
+        has_work = self.dataset is not None or self.tests or self.scripted
+        require(has_work, "nothing to measure: no dataset, and -p and -n are 0")

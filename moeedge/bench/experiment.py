@@ -75,10 +75,6 @@ class BenchArm:
     session: Session
     own_target: bool = False  # its target has other layers on a GPU than that of the other modes
 
-    def prompt_tokens(self, messages: list[dict[str, str]]) -> list[int]:
-        """Returns the token ids of a conversation that asks for the next answer."""
-        return self.session.model.chat_tokens(messages)
-
     def answer(
         self,
         prompt_ids: Sequence[int],
@@ -176,10 +172,6 @@ class Work(ABC):
         """Samples of a mode in one repetition."""
         return sum(self.parts.values())
 
-    def texts_of(self, sample: Sample) -> list[Sample]:
-        """Returns the answers that a sample is of, where it is of several."""
-        return []
-
     def take_over(self, samples: Sequence[Sample], modes: Sequence[BenchMode], *, by_mode: bool) -> None:
         """Takes an interrupted run's samples of the parts and repetitions that all modes finished, or each mode."""
         n_modes = 1 if by_mode else len(self.modes(modes))
@@ -246,7 +238,7 @@ class Conversations(Work):
             for turn in range(len(prompt.turns)):
                 messages += prompt.messages(turn)
                 about = {"prompt": part, "category": prompt.category, "turn": turn, "repetition": repetition}
-                prompt_ids = reference.prompt_tokens(messages)
+                prompt_ids = reference.session.model.chat_tokens(messages)
                 yield repetition + index, partial(self._answer, reference, prompt_ids, about)
                 messages.append({"role": "assistant", "content": self.answers[part, turn]})
 
@@ -261,25 +253,20 @@ class Conversations(Work):
     def _warm_up(self, arm: BenchArm) -> None:
         """Touches memory, starts threads, fills caches."""
         arm.session.reset()
-        tokens = arm.prompt_tokens(self.prompts[0].messages(0))
+        tokens = arm.session.model.chat_tokens(self.prompts[0].messages(0))
         arm.answer(tokens, n_predict=_WARM_UP_TOKENS, ignore_eos=self.ignore_eos, run=self.run)
 
 
 @dataclass(kw_only=True)
 class Together(Work):
-    """All prompts answered by arms that decode N texts at a time: a sample per repetition and arm.
+    """The first turns of all prompts, answered by arms that decode N texts at a time: a sample per repetition and arm.
 
     Texts wait in a queue and join where one ends; only steps with N texts count.
     """
 
     prompts: Sequence[Prompt]
-    prompt_ids: Sequence[list[int]]  # of the first turns
     n_predict: int
     ignore_eos: bool = False
-    texts: list[Sample] = field(default_factory=list)  # the answers, one text each
-
-    def texts_of(self, sample: Sample) -> list[Sample]:
-        return [text for text in self.texts if (text.mode, text.repetition) == (sample.mode, sample.repetition)]
 
     def rounds(self, arms: Sequence[BenchArm], left: Sequence[tuple[int, str]]) -> Iterator[Round]:
         """A round is a repetition."""
@@ -290,17 +277,18 @@ class Together(Work):
 
     def _answer(self, repetition: int, arm: BenchArm) -> Sample:
         """Answers all prompts; the sample holds the steps with N texts."""
-        label, n_parallel = arm.mode.label, arm.mode.n_parallel or 1
+        label, n_parallel, tokens = arm.mode.label, arm.mode.n_parallel or 1, self._tokens(arm)
         with Meter(arm.session) as meter:
-            generation = self._generate(arm, self.prompt_ids, self.n_predict)
+            generation = self._generate(arm, tokens, self.n_predict)
         drain_s, stats, own = arm.drain_transfers(), generation.stats, generation.of_texts[n_parallel]
-        for prompt, prompt_ids, answer in zip(self.prompts, self.prompt_ids, generation.answers, strict=True):
+        texts = []
+        for prompt, prompt_ids, answer in zip(self.prompts, tokens, generation.answers, strict=True):
             text = Sample(label, prompt.id, 0, repetition, 0, stop_reason=answer.stop_reason)
-            self.texts.append(replace(text, tokens=list(answer.tokens), prompt_ids=list(prompt_ids)))
+            texts.append(replace(text, tokens=list(answer.tokens), prompt_ids=prompt_ids))
         names = ("decode_s", "drafted", "accepted", "draft_s", "verify_s", "observe_s")
         return Sample(
             *(label, "", 0, repetition, 0),
-            prompt_tokens=sum(map(len, self.prompt_ids)),
+            prompt_tokens=sum(map(len, tokens)),
             prefill_tokens=stats.prefill_tokens,
             prefill_s=stats.prefill_s,
             generated_tokens=sum(len(answer.tokens) for answer in generation.answers),
@@ -313,10 +301,14 @@ class Together(Work):
             cpu_s=meter.cpu_s,
             others_s=meter.others_s,
             placement=meter.counters(),
+            texts=texts,
         )
 
     def _warm_up(self, arm: BenchArm) -> None:
-        self._generate(arm, self.prompt_ids[: arm.mode.n_parallel], _WARM_UP_TOKENS_TOGETHER)
+        self._generate(arm, self._tokens(arm)[: arm.mode.n_parallel], _WARM_UP_TOKENS_TOGETHER)
+
+    def _tokens(self, arm: BenchArm) -> list[list[int]]:
+        return [arm.session.model.chat_tokens(prompt.messages(0)) for prompt in self.prompts]
 
     def _generate(self, arm: BenchArm, prompts: Sequence[Sequence[int]], n_predict: int) -> ParallelGeneration:
         """Answers the prompts from empty KV caches. Raises KeyboardInterrupt where Ctrl-C ended an answer."""

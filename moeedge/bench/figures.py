@@ -64,7 +64,7 @@ class BudgetPoint:
 def budget_point(category: str, mode: str, own: Samples, reference: Samples, unbudgeted: Samples) -> BudgetPoint:
     """Returns the point of `own`, the samples of one mode; reference: stock-ar's, unbudgeted: without a budget."""
     scores, base = answer_scores(own), answer_scores(unbudgeted)
-    sums = combine(own) if own else Sample("", "", 0, 0, 0)
+    sums = combine(own)
     mean, error = mean_and_error(scores.values())
     reference_mean, _ = mean_and_error(answer_scores(reference).values())
     change, change_error = mean_and_error(value - base[key] for key, value in scores.items() if key in base)

@@ -26,7 +26,6 @@ from moeedge.paths import cache_dir
 from moeedge.schemas import read_json
 
 SCHEMA = "moeedge-bench-run-1"
-TEXTS = "{} texts"  # the test of the answers of which a sample of several texts is
 LAST = "last"  # names the newest file in `folder`
 _LEAST_FREE_BYTES = 64 << 20  # on the disk with the file: a sample takes a few KiB
 _MOST_FILES = 5  # of interrupted runs
@@ -136,8 +135,8 @@ class Journal:
 
     @property
     def n_done(self) -> int:
-        """Samples that the file holds, those of several texts as one."""
-        return sum(not test.endswith(TEXTS.format("")) for (*_, test), _ in self._done)
+        """Samples that the file holds."""
+        return len(self._done)
 
     def samples(self, part: int, pass_index: int) -> dict[str, list[Any]]:
         """Returns the samples of a pass that the file had when it was opened, by test."""

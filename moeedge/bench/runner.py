@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,7 @@ from moeedge.bench.experiment import (
     synthetic_modes,
 )
 from moeedge.bench.figures import budget_figures, over_best_stock, parallel_figures, plain_mode
-from moeedge.bench.journal import TEXTS, Journal
+from moeedge.bench.journal import Journal
 from moeedge.bench.quality import (
     AnswerScorer,
     LogitsAt,
@@ -36,7 +35,6 @@ from moeedge.bench.quality import (
     check_scoring,
     logits_in,
     measure_perplexity,
-    stop_tokens,
 )
 from moeedge.bench.records import BenchRow, compare_with_whole_layers, describe_setup, make_row, read_end
 from moeedge.bench.roofline import Roofline, measure_roofline
@@ -156,11 +154,9 @@ class Bench:
     def _works(self) -> list[Work]:
         """Returns what the modes of a pass do, one after the other."""
         plan, works = self.plan, list[Work]()
-        if plan.dataset is not None and plan.decodes_together:
-            prompt_ids = [self.arms.reference.prompt_tokens(prompt.messages(0)) for prompt in self._prompts]
-            works.append(Together(name=plan.dataset.name, prompt_ids=prompt_ids, **self._answering))
-        elif plan.dataset is not None:
-            works.append(Conversations(name=plan.dataset.name, **self._answering))
+        if plan.dataset is not None:
+            kind = Together if plan.decodes_together else Conversations
+            works.append(kind(name=plan.dataset.name, **self._answering))
         for test in plan.tests:
             works.append(SyntheticWork(name=test.name, warms_up=plan.warm_up, test=test, delay_s=plan.delay_s))
         for scripted in plan.scripted:
@@ -177,10 +173,6 @@ class Bench:
         if note not in self._notes:
             self._notes.add(note)
             self._show(note)
-
-    @cached_property
-    def _end_tokens(self) -> list[int]:
-        return stop_tokens(self._models[0])
 
     # measuring
 
@@ -228,10 +220,6 @@ class Bench:
         in_turn, by_test = isinstance(self.arms, ArmsInTurn), self._journal.samples(self._part, index)
         for work in current.works:  # modes that are measured one after the other are finished one by one
             work.take_over(by_test.get(work.name, ()), current.modes, by_mode=in_turn)
-            if isinstance(work, Together):
-                done = {(sample.mode, sample.repetition) for sample in work.measured}
-                texts = by_test.get(TEXTS.format(work.name), ())
-                work.texts += [text for text in texts if (text.mode, text.repetition) in done]
             for sample in work.measured:
                 self._advance(sample, work.name)
                 if isinstance(work, Conversations) and sample.mode == REFERENCE:
@@ -247,8 +235,6 @@ class Bench:
                 for work in current.works:
                     own = [arm for arm in arms if arm.mode in work.modes(current.modes)]
                     for sample in work.samples(own, repetitions, first_place=place, run=self._run):
-                        for text in work.texts_of(sample):
-                            self._journal.add((self._part, index, TEXTS.format(work.name)), text)
                         self._journal.add((self._part, index, work.name), sample)
                         self._advance(sample, work.name)
                 self._read_ends(arms, current)
@@ -301,8 +287,7 @@ class Bench:
         reference = samples_of(next((each.label for each in current.modes if each.name == REFERENCE), None))
         expected = reference
         if isinstance(work, Together):
-            done = {sample.repetition for sample in common}
-            answers = [text for text in work.texts if text.mode == mode.label and text.repetition in done]
+            answers = [text for sample in own for text in sample.texts]
             expected = self._alone
         prompts = {"prompts": len({sample.prompt for sample in answers}), "prompts_left_out": self._n_left_out}
         setup = describe_setup(
@@ -380,7 +365,7 @@ class Bench:
         self, own: Samples, reference: Samples, mode: BenchMode, logits_at: LogitsAt, *, own_split: bool = False
     ) -> OutputCheck:
         lossy = mode.budget is not None
-        return check_answers(own, reference, logits_at, self._end_tokens, own_split=own_split, lossy=lossy)
+        return check_answers(own, reference, logits_at, self._models[0].eog_tokens, own_split=own_split, lossy=lossy)
 
 
 def _needed_context(model: Model, prompt: Prompt, n_predict: int) -> int:

@@ -81,6 +81,10 @@ class Sample(AnswerSums):
     # for the output check, not in the record
     tokens: list[int] = field(default_factory=list)  # the answer, without the stop token
     prompt_ids: list[int] = field(default_factory=list)
+    texts: list[Sample] = field(default_factory=list)  # the answers, where several are decoded together
+
+    def __post_init__(self) -> None:
+        self.texts = [Sample(**text) if isinstance(text, dict) else text for text in self.texts]  # a journal's: dicts
 
     read_bytes_per_token = records.quotient(
         "decode_read_bytes", "decode_tokens", "Read from disks by this process per decoded token", "bytes"
@@ -135,7 +139,7 @@ def grouped(items: Iterable[T], key: Callable[[T], Any]) -> dict[Any, list[T]]:
     return groups
 
 
-def common_samples(samples: Iterable[Sample], modes: Sequence[str], expected: int | None = None) -> list[Sample]:
+def common_samples(samples: Iterable[Sample], modes: Sequence[str], expected: int) -> list[Sample]:
     """Returns the samples of the work that all of `modes` have done; drops the rest of an interrupted run.
 
     expected: samples per mode and repetition; an unfinished repetition is dropped if there is a finished one.
@@ -143,7 +147,7 @@ def common_samples(samples: Iterable[Sample], modes: Sequence[str], expected: in
     by_key = grouped(samples, attrgetter("key"))
     complete = {key: group for key, group in by_key.items() if {s.mode for s in group} >= set(modes)}
     per_repetition = Counter(repetition for _, _, repetition in complete)
-    full = {repetition for repetition, n in per_repetition.items() if expected is None or n >= expected}
+    full = {repetition for repetition, n in per_repetition.items() if n >= expected}
     return [s for key, group in complete.items() if not full or key[2] in full for s in group]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -76,11 +77,14 @@ def make_plan(
     return BenchPlan(**({"base": base, "modes": chosen, "n_predict": 12, "repetitions": 2, "tests": tests} | options))
 
 
-def run(plan: BenchPlan) -> tuple[list[BenchRow], Recorder]:
-    """Runs a plan to its end."""
+def run(
+    plan: BenchPlan, journal: Journal | None = None, stop_after: int | None = None
+) -> tuple[list[BenchRow], Recorder]:
+    """Runs a plan to its end, or until it has so many samples."""
     recorder = Recorder()
-    with RecordedBench(plan, recorder) as bench:
-        assert bench.measure()
+    is_enough = lambda: stop_after is not None and len(recorder.samples) >= stop_after  # noqa: E731
+    with journal or nullcontext(), RecordedBench(plan, recorder, journal, is_enough) as bench:
+        assert bench.measure() == (stop_after is None)
         return bench.rows(), recorder
 
 

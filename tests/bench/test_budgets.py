@@ -49,12 +49,12 @@ TEMPLATE = ExpertBudget(budget=1 << 20)
 
 
 def test_lanes_are_the_unbudgeted_mode_and_one_per_budget_and_draft_length() -> None:
-    budgets = (ExpertBudget(budget=4), ExpertBudget(budget=6))
+    budgets = (ExpertBudget(budget=4), ExpertBudget(budget=4, ranking="router"))
     lanes = Sweep(budgets=budgets, gammas=(2, 8)).modes(parse_modes("stock-ar,stock-sd,moeedge,moeedge-ar"))
     assert [(lane.name, lane.gamma, lane.budget and lane.budget.budget) for lane in lanes] == [
         ("stock-ar", None, None), ("stock-sd", 2, None), ("stock-sd", 8, None),
-        ("moeedge", 2, None), ("moeedge", 2, 4), ("moeedge", 2, 6),
-        ("moeedge", 8, None), ("moeedge", 8, 4), ("moeedge", 8, 6), ("moeedge-ar", None, None),
+        ("moeedge", 2, None), ("moeedge", 2, 4), ("moeedge", 2, 4),
+        ("moeedge", 8, None), ("moeedge", 8, 4), ("moeedge", 8, 4), ("moeedge-ar", None, None),
     ]  # fmt: skip
     labels = [lane.label for lane in lanes]
     assert len(set(labels)) == len(labels)
@@ -64,16 +64,6 @@ def test_lanes_are_the_unbudgeted_mode_and_one_per_budget_and_draft_length() -> 
     configs = [mode_config(base, lane) for lane in lanes]
     assert [config.gamma for config in configs] == [0, 2, 8, 2, 2, 2, 8, 8, 8, 0]
     assert [config.expert_budget for config in configs] == [lane.budget for lane in lanes]
-
-
-def test_choices_of_a_budget_distinguish_its_lanes() -> None:
-    budgets = (
-        ExpertBudget(budget=4),
-        ExpertBudget(budget=4, ranking="router"),
-        ExpertBudget(budget=4, coverage="truncation"),
-    )
-    labels = [lane.label for lane in Sweep(budgets=budgets).modes(parse_modes("moeedge"))]
-    assert len(set(labels)) == 4
 
 
 def test_nothing_asked_leaves_the_modes() -> None:
@@ -141,7 +131,7 @@ def test_a_budget_makes_a_difference_a_figure() -> None:
         raise AssertionError("no logits are needed")
 
     check = check_answers(_BUDGETED, _STOCK, never, [], lossy=True)
-    assert (str(check), check.passed, check.lossy, check.different) == ("2/4", True, True, ())
+    assert (check.text, check.passed, check.different) == ("2/4", True, ())
     assert check.agreement == pytest.approx((4 + 4 + 2 + 2) / 16)
     assert check_answers(_STOCK, _STOCK, never, []).agreement == 1.0
 
@@ -155,9 +145,7 @@ def _row(samples: list[Sample], *, gamma: int | None = None, budget: int | None 
     setup |= {"gamma": (gamma or 4) if mode.drafts else 0, "threads": 1, "n_ctx": 256, "repetitions": 1, "n_predict": 8}
     setup |= {"n_prompt": 0, "n_gen": 0, "n_expert_layers": 3, "whole_layers": 0}
     setup |= {"model_description": "qwen3moe", "model_bytes": 1, "model_n_params": 1, "backend": "CPU"}
-    perplexity = Perplexity(
-        text="toy", text_sha256="0", n_tokens=10, batch_tokens=5, window_tokens=512, nll=math.log(2.0), nll_stderr=0.1
-    )
+    perplexity = Perplexity(text="toy", text_sha256="0", n_tokens=10, batch_tokens=5, nll=math.log(2.0), nll_stderr=0.1)
     figures = budget_figures(mode, samples, _STOCK, _OFF, perplexity)
     output = check_answers(samples, _STOCK, lambda *_: np.zeros(16, np.float32), [], lossy=budget is not None)
     scores = Scores(score=figures.total.score, n_scored=4, n_answers=4, n_cut=0)
@@ -248,14 +236,6 @@ def test_a_stopped_trial_is_not_chosen() -> None:
     made = choice((8, 0.95, 1.9), (16, 0.9, 1.4))
     stopped = replace(made.trials[1], n_scored=40)
     assert replace(made, trials=(made.trials[0], stopped, made.trials[2])).best.budget == 16
-
-
-def test_every_choice_is_the_fastest_of_the_kept_by_exhaustive_search() -> None:
-    random = np.random.default_rng(0)
-    for _ in range(300):
-        trials = [(int(b), float(random.uniform(0.8, 0.95)), float(random.uniform(0.9, 1.5))) for b in range(8, 40, 4)]
-        kept = [(ratio, budget) for budget, score, ratio in trials if score >= 0.9 - 0.02 and ratio >= 1.03]
-        assert choice(*trials).best.budget == (max(kept)[1] if kept else None)
 
 
 @pytest.mark.parametrize(

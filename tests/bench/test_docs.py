@@ -96,30 +96,24 @@ def test_security_has_the_rows_of_the_damaged_inputs() -> None:
     assert "\n".join(table_row(_RECORDS / f"fuzz-{kind}.jsonl.gz") for kind in kinds) in text
 
 
-@pytest.mark.parametrize("name", [f"{model}{cpu}" for model in ("qwen3-30b", "gptoss-20b") for cpu in ("", "-zen5")])
-def test_performance_has_the_tables_of_other_programs(name: str) -> None:
-    rows = read(_RECORDS / f"rivals-{name}.json.gz")
+# a record of other programs, how many of its rows are told, and how the README does
+_RIVALS = [
+    *((f"rivals-{model}{cpu}", None, "{name}.json.gz)) | {cells} |")
+      for model in ("qwen3-30b", "gptoss-20b") for cpu in ("", "-zen5")),
+    *((f"rivals-{name}-2048", 1, "shape: {cells} ([record](docs/benchmarks/{name}.json.gz))")
+      for name in ("gptoss-20b", "qwen3-30b-zen5")),
+    ("prompts-qwen3-30b-zen4", 2, "of 4,096 tokens {0}, of 16,384 {1} ([record](docs/benchmarks/{name}.json.gz"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "n_rows", "told"), _RIVALS)
+def test_performance_has_the_tables_of_other_programs(name: str, n_rows: int | None, told: str) -> None:
+    rows = read(_RECORDS / f"{name}.json.gz")[:n_rows]
     *_, shown = tables(rows)
     assert shown in _PERFORMANCE
     assert {row["repetitions"] for row in rows} == {3}
     cells = [_cell(row) for row in rows]
-    assert f"rivals-{name}.json.gz)) | {' | '.join(cells)} |" in _README
-
-
-@pytest.mark.parametrize("name", ["gptoss-20b", "qwen3-30b-zen5"])
-def test_performance_has_long_prompts_of_other_programs(name: str) -> None:
-    rows = read(_RECORDS / f"rivals-{name}-2048.json.gz")[:1]
-    *_, shown = tables(rows)
-    assert shown in _PERFORMANCE
-    assert f"shape: {_cell(rows[0])} ([record](docs/benchmarks/rivals-{name}-2048.json.gz))" in _README
-
-
-def test_performance_has_prompts_of_16384_tokens() -> None:
-    rows = read(_RECORDS / "prompts-qwen3-30b-zen4.json.gz")[:2]
-    *_, shown = tables(rows)
-    assert shown in _PERFORMANCE
-    cells = [_cell(row) for row in rows]
-    assert f"of 4,096 tokens {cells[0]}, of 16,384 {cells[1]} ([record](docs/benchmarks/prompts-qwen3-30b" in _README
+    assert told.format(*cells, name=name, cells=" | ".join(cells)) in _README
 
 
 @pytest.mark.parametrize("quant", ["q5_k_m", "q3_k_m"])

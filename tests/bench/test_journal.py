@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,13 +10,12 @@ import pytest
 
 from moeedge.bench.config import BenchPlan, ScriptedTest
 from moeedge.bench.journal import LAST, Journal, settings_of
-from moeedge.bench.records import BenchRow
 from moeedge.bench.samples import Sample
 from moeedge.errors import InputError
 from moeedge.hardware.provenance import read_provenance
 from moeedge.records import as_dict
 from moeedge.ui.bench_views import render
-from tests.bench.recording import RecordedBench, Recorder, in_ram, make_plan, write_conversations
+from tests.bench.recording import in_ram, make_plan, run, write_conversations
 from tests.support.machine import Here
 from tests.support.markdown import table_rows
 
@@ -25,15 +23,6 @@ from tests.support.markdown import table_rows
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOEEDGE_CACHE", str(tmp_path / "cache"))
-
-
-def measured(plan: BenchPlan, journal: Journal, stop_after: int | None = None) -> tuple[list[BenchRow], Recorder]:
-    recorder = Recorder()
-    is_enough = lambda: stop_after is not None and len(recorder.samples) >= stop_after  # noqa: E731
-    with journal, RecordedBench(plan, recorder, journal, is_enough) as bench:
-        finished = bench.measure()
-        assert finished == (stop_after is None)
-        return bench.rows(), recorder
 
 
 def begun(plan: BenchPlan) -> Journal:
@@ -52,12 +41,12 @@ def test_the_rest_alone_is_measured(tmp_path: Path, tiny_moe: Path, tiny_draft: 
     """Conversations of 2 and 1 turns, 3 modes, 2 repetitions, and tests of 1 and 2 samples for 2 modes."""
     plan = make_plan(tiny_moe, tiny_draft, dataset=write_conversations(tmp_path), n_prompt=8, n_gen=20)
     journal = begun(plan)
-    _, first = measured(plan, journal, stop_after=11)
+    _, first = run(plan, journal, stop_after=11)
     assert journal.path is not None
     journal.path.write_text(journal.path.read_text() + '{"part": 0, "sam')  # a line that an abort cut
     again = resumed(plan)
     assert again.n_done == 11
-    rows, recorder = measured(plan, again)
+    rows, recorder = run(plan, again)
     assert len(recorder.samples) == recorder.total == 2 * (3 * 3 + 2 * (1 + 2))
     # the first conversation of the first repetition has 6 samples, the second 3: 9 of the 11 are complete
     assert keys(recorder.samples[:9]) == keys(first.samples[:9])
@@ -67,7 +56,7 @@ def test_the_rest_alone_is_measured(tmp_path: Path, tiny_moe: Path, tiny_draft: 
         if row.test == "talk":
             assert row.output is not None and row.output.compared == 2 and row.output.passed
     complete = resumed(plan)  # everything is there: the models are loaded, and nothing is measured
-    _, last = measured(plan, complete)
+    _, last = run(plan, complete)
     assert keys(last.samples) == keys(recorder.samples)
     complete.drop()
     with pytest.raises(InputError, match="no interrupted bench"):
@@ -76,8 +65,8 @@ def test_the_rest_alone_is_measured(tmp_path: Path, tiny_moe: Path, tiny_draft: 
 
 def test_modes_in_turn_go_on(tmp_path: Path, tiny_moe: Path, tiny_draft: Path) -> None:
     plan = in_ram(make_plan(tiny_moe, tiny_draft, dataset=write_conversations(tmp_path), n_gen=8))
-    _, first = measured(plan, begun(plan), stop_after=6)
-    rows, recorder = measured(plan, resumed(plan))
+    _, first = run(plan, begun(plan), stop_after=6)
+    rows, recorder = run(plan, resumed(plan))
     assert keys(recorder.samples[:6]) == keys(first.samples)
     assert len(recorder.samples) == recorder.total
     assert all(len(row.samples) == row.n_planned for row in rows)
@@ -87,7 +76,7 @@ def test_modes_in_turn_go_on(tmp_path: Path, tiny_moe: Path, tiny_draft: Path) -
 def test_other_settings_are_refused(tmp_path: Path, tiny_moe: Path, tiny_draft: Path) -> None:
     plan = make_plan(tiny_moe, None, n_prompt=8, n_gen=8)
     journal = begun(plan)
-    measured(plan, journal, stop_after=2)
+    run(plan, journal, stop_after=2)
     assert journal.path is not None
     others = [
         (replace(plan, repetitions=5), "repetitions: 2, now 5"),
@@ -98,12 +87,6 @@ def test_other_settings_are_refused(tmp_path: Path, tiny_moe: Path, tiny_draft: 
     for other, said in others:
         with pytest.raises(InputError, match=said):
             resumed(other, str(journal.path))
-    record = tmp_path / "rows.json"
-    record.write_text(json.dumps([{"schema": "moeedge-bench-4"}]))
-    for name in (str(record), str(tmp_path / "absent.jsonl")):
-        with pytest.raises(InputError) as caught:
-            resumed(plan, name)
-        assert caught.value.hint and "--resume alone" in caught.value.hint
 
 
 def test_a_run_without_samples_leaves_no_file(tmp_path: Path, tiny_moe: Path) -> None:
@@ -114,13 +97,13 @@ def test_a_run_without_samples_leaves_no_file(tmp_path: Path, tiny_moe: Path) ->
     assert journal.path is None
     with pytest.raises(InputError, match="no interrupted bench"):
         resumed(plan)
-    measured(plan, begun(plan), stop_after=1)
+    run(plan, begun(plan), stop_after=1)
     assert resumed(plan).n_done == 1
 
 
 def test_partial_rows_say_so(tmp_path: Path, tiny_moe: Path) -> None:
     plan = make_plan(tiny_moe, None, dataset=write_conversations(tmp_path))
-    rows, _ = measured(plan, begun(plan), stop_after=4)
+    rows, _ = run(plan, begun(plan), stop_after=4)
     assert [(len(row.samples), row.n_planned, row.is_partial) for row in rows] == [(2, 6, True)] * 2
     assert rows[0].tg is not None and rows[0].tg.stddev is None
     record = as_dict(rows[0])
@@ -134,16 +117,16 @@ def test_a_disk_without_room_gets_no_file(tiny_moe: Path, here: Here) -> None:
     here.set_disk(1 << 20)
     journal = begun(plan)
     assert journal.path is None
-    assert len(measured(plan, journal)[0]) == 4
+    assert len(run(plan, journal)[0]) == 4
 
 
 def test_scripted_answers_go_on(tiny_moe: Path, tiny_draft: Path) -> None:
     plan = replace(make_plan(tiny_moe, tiny_draft, n_prompt=0, n_gen=8), tests=(), scripted=(ScriptedTest(8, 0.5),))
     journal = begun(plan)
-    measured(plan, journal, stop_after=4)
+    run(plan, journal, stop_after=4)
     with pytest.raises(InputError, match="accept"):
         resumed(replace(plan, scripted=(ScriptedTest(8, 0.7),)), str(journal.path))
-    rows, recorder = measured(plan, resumed(plan))
+    rows, recorder = run(plan, resumed(plan))
     assert len(recorder.samples) == 2 * 3 and [len(row.samples) for row in rows] == [2] * 3
     for row in rows:  # all modes and repetitions have the same texts
         assert [sample.tokens for sample in row.samples] == [sample.tokens for sample in rows[0].samples]
@@ -155,18 +138,21 @@ def test_a_full_disk_ends_the_writing_and_not_the_run(tmp_path: Path, tiny_moe: 
     full = Path("/dev/full")
     with Journal(full, [settings_of(plan, read_provenance())]) as journal:  # its first line does not fit
         assert journal.path is None
-    _, recorder = measured(plan, begun(plan))
+    _, recorder = run(plan, begun(plan))
     place = (0, 0, "")
     later = Journal(full, [], [(place, recorder.samples[0])])
-    _, again = measured(plan, later)  # the first sample does not fit
+    _, again = run(plan, later)  # the first sample does not fit
     assert later.path is None
     assert len(again.samples) >= len(recorder.samples) - 1
 
 
 def test_a_foreign_file_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "run.jsonl"
-    for head in ("", "[]", '{"schema": "other"}', '{"schema": "moeedge-bench-run-1"}', '{"sch'):
+    with pytest.raises(InputError):
+        Journal.resume(str(file), [])
+    heads = ("", "[]", '{"schema": "other"}', '{"schema": "moeedge-bench-run-1"}', '{"sch', '[{"schema": "x"}]')
+    for head in heads:
         file.write_text(head)
-        with pytest.raises(InputError):
+        with pytest.raises(InputError) as caught:
             Journal.resume(str(file), [])
-        assert file.read_text() == head
+        assert "--resume alone" in caught.value.hint and file.read_text() == head

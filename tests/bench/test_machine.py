@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import subprocess
-from importlib.metadata import version
 from math import prod
 from pathlib import Path
 
 import gguf
 import pytest
 
-import moeedge
 from moeedge.bench import roofline
 from moeedge.bench.roofline import Roofline, Weights, measure_roofline
 from moeedge.hardware.provenance import HEADER_BYTES, _git_state, read_provenance
@@ -103,14 +101,6 @@ def _git(folder: Path, *arguments: str) -> str:
     return subprocess.run(
         ["git", "-C", str(folder), *identity, *arguments], capture_output=True, text=True, check=True
     ).stdout.strip()
-
-
-def test_versions_and_processor() -> None:
-    environment = read_provenance()
-    assert environment.version == moeedge.__version__
-    assert environment.llama_cpp_version == version("llama-cpp-python")
-    assert environment.cpu
-    assert environment.time is not None and environment.time.endswith("+00:00")
 
 
 def test_files_are_known_by_their_content(tmp_path: Path) -> None:

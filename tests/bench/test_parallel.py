@@ -19,8 +19,8 @@ from moeedge.data.datasets import load_dataset
 from moeedge.errors import EngineError, InputError
 from moeedge.hardware.provenance import read_provenance
 from moeedge.ui.bench_views import batch_curves
-from tests.bench.recording import RecordedBench, Recorder, make_plan
-from tests.support.commands import refused, run, run_json
+from tests.bench.recording import Recorder, make_plan, run
+from tests.support import commands
 
 TEXTS = ("the sea", "a stone and a bird", "def add(a, b):", "one two three", "go home", "what is it?")
 SAMPLE = Sample(
@@ -45,11 +45,7 @@ def finished(
     tmp_path_factory: pytest.TempPathFactory, tiny_moe: Path, tiny_draft: Path
 ) -> tuple[list[BenchRow], Recorder]:
     """Stock and our backend, plain and with two draft lengths, 1 and 4 texts at a time, two repetitions."""
-    folder, recorder = tmp_path_factory.mktemp("texts"), Recorder()
-    plan = plan_of(folder, tiny_moe, tiny_draft, "stock-ar,moeedge,moeedge-ar", (1, 4))
-    with RecordedBench(plan, recorder) as bench:
-        assert bench.measure()
-        return bench.rows(), recorder
+    return run(plan_of(tmp_path_factory.mktemp("texts"), tiny_moe, tiny_draft, "stock-ar,moeedge,moeedge-ar", (1, 4)))
 
 
 def test_rows_are_of_every_mode_and_number_of_texts(finished: tuple[list[BenchRow], Recorder]) -> None:
@@ -143,29 +139,25 @@ def test_fewer_prompts_than_texts_and_too_large_contexts_are_refused(
     tmp_path: Path, tiny_moe: Path, tiny_draft: Path
 ) -> None:
     plan = plan_of(tmp_path, tiny_moe, tiny_draft, "stock-ar", (8,))
-    with pytest.raises(InputError, match="6 prompts"), RecordedBench(plan, Recorder()):
-        pass
+    with pytest.raises(InputError, match="6 prompts"):
+        run(plan)
     plan = plan_of(tmp_path, tiny_moe, tiny_draft, "stock-ar", (1, 4))
     plan = replace(plan, base=replace(plan.base, n_ctx=2**23))  # four times that is more than can be counted
-    with pytest.raises(InputError, match="4 texts"), RecordedBench(plan, Recorder()):
-        pass
+    with pytest.raises(InputError, match="4 texts"):
+        run(plan)
 
 
 def test_an_interrupted_run_goes_on(tmp_path: Path, tiny_moe: Path, tiny_draft: Path) -> None:
     plan = plan_of(tmp_path, tiny_moe, tiny_draft, "stock-ar,stock-sd", (2, 4))
-    path, first, second = tmp_path / "run.jsonl", Recorder(), Recorder()
-    settings = [settings_of(plan, read_provenance(plan.base.model))]
-    journal = Journal(path, settings)
-    with journal, RecordedBench(plan, first, journal, lambda: len(first.samples) >= 6 + 4) as bench:
-        assert not bench.measure()  # a repetition of three modes, and one of a single mode, which is measured again
-        assert [(row.label, len(row.samples)) for row in bench.rows()] == [
-            ("stock-ar parallel 2", 1), ("stock-sd gamma 1 parallel 2", 1), ("stock-sd gamma 3 parallel 2", 1),
-        ]  # fmt: skip
+    path, settings = tmp_path / "run.jsonl", [settings_of(plan, read_provenance(plan.base.model))]
+    # a repetition of three modes, and one of a single mode, which is measured again
+    rows, first = run(plan, Journal(path, settings), stop_after=6 + 4)
+    assert [(row.label, len(row.samples)) for row in rows] == [
+        ("stock-ar parallel 2", 1), ("stock-sd gamma 1 parallel 2", 1), ("stock-sd gamma 3 parallel 2", 1),
+    ]  # fmt: skip
     journal = Journal.resume(str(path), settings)
     assert journal.n_done == 6 + 4
-    with journal, RecordedBench(plan, second, journal) as bench:
-        assert bench.measure()
-        rows = bench.rows()
+    rows, second = run(plan, journal)
     assert len(second.samples) == second.total == 6 + 2 * 6
     assert second.samples[:9] == first.samples[:9]
     for row in rows:
@@ -179,8 +171,8 @@ def test_command(tmp_path: Path, tiny_moe: Path, tiny_draft: Path, monkeypatch: 
     pair = ["-m", str(tiny_moe), "-md", str(tiny_draft), "-c", "512", "-t", "1", "-dev", "none"]
     work = ["--dataset", str(write_texts(tmp_path)), "-n", "12", "-r", "1", "--ignore-eos", "--draft-max", "1,3"]
     bench = ["bench", *pair, *work, "--modes", "stock-ar,stock-sd", "--parallel", "4,2"]
-    rows = run_json(*bench, "--plot", str(picture))
-    assert "no interrupted bench" in refused(*bench, "--resume")
+    rows = commands.run_json(*bench, "--plot", str(picture))
+    assert "no interrupted bench" in commands.refused(*bench, "--resume")
     assert picture.stat().st_size > 10_000
     assert [(row["mode"], row["gamma"], row["n_parallel"]) for row in rows] == [
         (mode, gamma, n) for n in (2, 4) for mode, gamma in (("stock-ar", 0), ("stock-sd", 1), ("stock-sd", 3))
@@ -201,6 +193,6 @@ def test_rows_come_out_where_a_later_number_of_texts_fails(
     monkeypatch.setattr(Together, "_answer", failing)
     work = ["--dataset", str(write_texts(tmp_path)), "-n", "4", "-r", "1", "--ignore-eos", "--modes", "stock-ar"]
     options = ["-m", str(tiny_moe), "-c", "512", "-t", "1", "-dev", "none", "--no-warmup", "-o", "json"]
-    result = run("bench", *options, *work, "--parallel", "2,3")
+    result = commands.run("bench", *options, *work, "--parallel", "2,3")
     assert result.exit_code == 1
     assert [row["n_parallel"] for row in json.loads(result.stdout)] == [2]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
+import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -27,16 +27,14 @@ from moeedge.bench.quality import (
     negative_log_likelihood,
 )
 from moeedge.bench.samples import Sample
-from moeedge.data.datasets import load_dataset, load_text
+from moeedge.data.datasets import load_text
 from moeedge.data.prompts import Dataset, EvaluationText, Prompt, user_turns
 from moeedge.errors import DatasetError, InputError
 from moeedge.llama.context import Context
 from moeedge.llama.model import Model
 from moeedge.native.abi import Phase
-from moeedge.records import as_dict
 from moeedge.run import Run
 from moeedge.scoring.answers import NOT_RUN, Reference, Score, rouge_scorer, score_answer
-from tests.bench.recording import RecordedBench, Recorder, make_plan
 
 _END = 9
 _TEXT = EvaluationText("words", "the cat and the dog saw " * 8, "0")
@@ -114,9 +112,11 @@ def test_notes_before_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check_scoring(judged, run_code=False) == ["No answer to own will be scored: people judge them."]
     summaries = replace(_DATASET, prompts=(Prompt("a", "b", user_turns("Hi"), (Reference("rouge-l", ("x",)),)),))
     rouge_scorer.cache_clear()
-    monkeypatch.setitem(__import__("sys").modules, "rouge_score.rouge_scorer", None)
-    with pytest.raises(InputError, match="rouge-score"):
+    monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", None)
+    with pytest.raises(InputError, match="rouge-score") as caught:
         check_scoring(summaries, run_code=False)
+    assert 'pip install "moeedge[score]"' in caught.value.hint
+    rouge_scorer.cache_clear()
 
 
 def test_different_scores_raise_an_alarm() -> None:
@@ -124,34 +124,6 @@ def test_different_scores_raise_an_alarm() -> None:
     assert different_scores([("stock-ar", base), ("moeedge", replace(base, n_cut=1))]) == []
     (alarm,) = different_scores([("stock-ar", base), ("moeedge", replace(base, score=0.0))])
     assert alarm.startswith("SCORES DIFFER: moeedge has 0.000 (2/4), stock-ar 0.500 (2/4).")
-
-
-def test_a_run_scores_every_mode_alike(tmp_path: Path, tiny_moe: Path, tiny_draft: Path) -> None:
-    path = tmp_path / "own.jsonl"
-    limit = {"scorer": "contains", "max_chars": 100_000}
-    records = [
-        {"id": "x", "prompt": "Hi", "reference": limit},
-        {"id": "x", "prompt": "Say xyzzy", "reference": {"scorer": "exact", "expect": "xyzzy"}},
-        {"turns": ["a", "b"], "references": [None, limit]},
-    ]
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    plan = make_plan(tiny_moe, tiny_draft, dataset=load_dataset(str(path)), score=True, n_predict=4)
-    recorder = Recorder()
-    with RecordedBench(plan, recorder) as bench:
-        bench.measure()
-        rows = bench.rows()
-        assert bench.rows()[0].scores == rows[0].scores
-    assert "1 of 4 answers will not be scored: there is no reference for them." in recorder.notes
-    for row in rows:
-        record = json.loads(json.dumps(as_dict(row)))
-        assert record["score"] == pytest.approx(2 / 3)
-        assert (record["n_scored"], record["n_answers"], record["scorer"]) == (3, 4, "contains,exact")
-        assert record["n_cut"] == 4  # a random model does not stop
-        assert record["unscored"] == [{"reason": NO_REFERENCE, "n": 1}]
-        by_prompt = {(s["prompt"], s["turn"]): (s["score"], s["score_reason"]) for s in record["samples"]}
-        assert by_prompt["x", 0] == (1.0, "")
-        assert by_prompt["x#2", 0] == (0.0, 'not "xyzzy"')  # a repeated id is made unique
-        assert all(isinstance(s["answer"], str) for s in record["samples"])
 
 
 def _sample(prompt: str, tokens: list[int], *, turn: int = 0, repetition: int = 0) -> Sample:
@@ -188,7 +160,7 @@ def test_a_small_gap_is_a_near_tie_and_a_large_one_a_failure() -> None:
         return _logits(t2=3.0, t4=3.0 - NEAR_TIE_GAP / 2) if sample.prompt == "b" else _logits(t3=3.0, t5=2.0)
 
     check = check_answers(answers, reference, logits_at, [_END])
-    assert str(check) == "1/3"
+    assert check.text == "1/3"
     assert calls == [("b", 1), ("c", 2)]
     assert [(d.prompt, d.position, d.reference_token, d.token) for d in check.near_ties] == [("b", 1, 2, 4)]
     assert check.near_ties[0].gap == pytest.approx(NEAR_TIE_GAP / 2, abs=1e-6)
@@ -208,14 +180,14 @@ def test_a_prompt_is_equal_when_all_its_turns_and_repetitions_are() -> None:
     reference = [_sample("a", [1], turn=0), _sample("a", [2], turn=1), _sample("b", [3])]
     answers = [*reference, _sample("a", [1], turn=0, repetition=1), _sample("a", [7], turn=1, repetition=1)]
     check = check_answers(answers, reference, lambda _s, _p: _logits(t2=1.0), [_END])
-    assert str(check) == "1/2"
+    assert check.text == "1/2"
     assert [(d.turn, d.repetition) for d in check.different] == [(1, 1)]
 
 
 def test_the_reference_must_repeat_itself_too() -> None:
     unsteady = [_sample("a", [1]), _sample("a", [2], repetition=1), _sample("a", [2], repetition=2)]
     check = check_answers(unsteady, unsteady, lambda _s, _p: _logits(t1=4.0), [_END])
-    assert (str(check), len(check.different)) == ("0/1", 1)  # the same difference once
+    assert (check.text, len(check.different)) == ("0/1", 1)  # the same difference once
 
 
 def test_on_its_own_split_the_best_token_is_right() -> None:
@@ -247,7 +219,7 @@ def test_tokens_one_by_one_and_in_batches(tiny_moe: Path) -> None:
         for batch_tokens in (1, 5, 9):
             measured = measure_perplexity(context, _TEXT, batch_tokens=batch_tokens)
             assert measured is not None
-            assert (measured.n_tokens, measured.batch_tokens, measured.window_tokens) == (len(losses), batch_tokens, 64)
+            assert (measured.n_tokens, measured.batch_tokens) == (len(losses), batch_tokens)
             assert measured.nll == pytest.approx(np.mean(losses), abs=0.01)  # a batch rounds otherwise
             assert measured.value == pytest.approx(math.exp(measured.nll))
         assert context.n_past == 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -20,7 +19,7 @@ from moeedge.bench.samples import CacheFigures
 from moeedge.errors import ContextTooSmallError
 from moeedge.records import as_dict
 from moeedge.scheduler.config import PlacementConfig
-from tests.bench.recording import RecordedBench, Recorder, make_plan, run, write_conversations
+from tests.bench.recording import Recorder, make_plan, run, write_conversations
 
 # plain greedy decoding with llama_cpp's low-level calls; prompts come in, answers go out as JSON
 _STOCK = """
@@ -114,9 +113,12 @@ def test_without_a_draft_the_ratio_is_the_cost_of_the_backend(tmp_path: Path, ti
     rows, _ = run(plan)
     assert [row.mode for row in rows] == ["stock-ar", "moeedge"]
     ours = rows[1]
-    assert str(ours.output) == "2/2"  # the same kernels on the same batches: no near-tie is permitted
+    assert (
+        ours.output is not None and ours.output.text == "2/2"
+    )  # the same kernels on the same batches: no near-tie is permitted
     assert (ours.tokens_per_step, ours.setup.draft, ours.setup.gamma) == (1.0, "none", 0)
     assert ours.ratio is not None and ours.ratio > 0
+    assert ours.best_stock == () and as_dict(ours)["ratio_best_stock"] is None  # with one stock mode
 
 
 def test_a_dense_model_with_ngram_drafts(tmp_path: Path, tiny_draft: Path) -> None:
@@ -146,31 +148,12 @@ def test_synthetic_rows(tiny_moe: Path, tiny_draft: Path) -> None:
     assert recorder.total == len(recorder.samples) == 2 * 2 * (1 + 3)
 
 
-def test_a_dataset_and_a_synthetic_prompt_in_one_run(tmp_path: Path, tiny_moe: Path) -> None:
-    plan = make_plan(tiny_moe, None, dataset=write_conversations(tmp_path, n=1), n_prompt=8, n_predict=2, repetitions=1)
-    rows, _ = run(plan)
-    records = [as_dict(row) for row in rows]
-    assert [(r["test"], r["mode"]) for r in records] == [
-        ("talk", "stock-ar"), ("talk", "moeedge"), ("pp8", "stock-ar"), ("pp8", "moeedge"),
-    ]  # fmt: skip
-    assert all(list(record) == list(records[0]) for record in records)
-    assert [record["prompts"] for record in records] == [1, 1, None, None]
-
-
-def _after(n: int, recorder: Recorder) -> Callable[[], bool]:
-    """A `cancel` that returns True from `n` samples on."""
-    return lambda: len(recorder.samples) >= n
-
-
 @pytest.mark.parametrize(("n_samples", "n_turns"), [(0, 0), (4, 1), (10, 3)])
 def test_an_interrupted_run_reports_the_work_of_all_modes(
     tmp_path: Path, tiny_moe: Path, tiny_draft: Path, n_samples: int, n_turns: int
 ) -> None:
-    recorder = Recorder()
     plan = make_plan(tiny_moe, tiny_draft, dataset=write_conversations(tmp_path))
-    with RecordedBench(plan, recorder, cancelled=_after(n_samples, recorder)) as bench:
-        assert not bench.measure()
-        rows = bench.rows()
+    rows, recorder = run(plan, stop_after=n_samples)
     assert len(recorder.samples) == n_samples
     assert [len(row.samples) for row in rows] == ([n_turns] * 3 if n_turns else [])
 
@@ -181,18 +164,19 @@ def test_the_context_is_what_the_prompts_need(tmp_path: Path, tiny_moe: Path, ti
     assert any(note.startswith("1 of 3 prompts") for note in recorder.notes)
     assert (row.setup.prompts, row.setup.prompts_left_out, row.setup.n_ctx) == (2, 1, 256)
     short = make_plan(tiny_moe, None, dataset=write_conversations(tmp_path), n_ctx=16)
-    with pytest.raises(ContextTooSmallError, match="No prompt fits"), RecordedBench(short, Recorder()):
-        pass
+    with pytest.raises(ContextTooSmallError, match="No prompt fits"):
+        run(short)
     synthetic = make_plan(tiny_moe, None, n_prompt=512, n_ctx=256)
-    with pytest.raises(ContextTooSmallError, match="synthetic tests need 512"), RecordedBench(synthetic, Recorder()):
-        pass
+    with pytest.raises(ContextTooSmallError, match="synthetic tests need 512"):
+        run(synthetic)
 
 
 def test_the_record_names_the_choices_behind_its_figures(tmp_path: Path, tiny_moe: Path, tiny_draft: Path) -> None:
     dataset = write_conversations(tmp_path)
-    rows, _ = run(make_plan(tiny_moe, tiny_draft, dataset=dataset, limit=5, repetitions=1))
+    rows, _ = run(make_plan(tiny_moe, tiny_draft, dataset=dataset, limit=5, repetitions=1, n_prompt=8))
     records = [json.loads(json.dumps(as_dict(row))) for row in rows]
     assert all(list(record) == list(records[0]) for record in records)
+    assert [(record["test"], record["prompts"]) for record in records] == [("talk", 2)] * 3 + [("pp8", None)] * 2
     record = records[2]
     known = {"schema": SCHEMA, "mode": "moeedge", "test": "talk", "threads": 1, "gamma": 3, "n_experts": 16, "limit": 5}
     known |= {"draft": tiny_draft.name, "model": tiny_moe.name, "n_predict": 12, "repetitions": 1, "utility_cap": 4}
@@ -207,7 +191,7 @@ def test_the_record_names_the_choices_behind_its_figures(tmp_path: Path, tiny_mo
     assert record["mode"] not in sample.values()
     keys = "prompt turn repetition order prefill_s decode_s ttft_s steps drafted accepted"
     assert set(keys.split()) <= set(sample)
-    assert record["cpu"] and record["version"]
+    assert record["cpu"] and record["version"] and record["time"].endswith("+00:00")
 
 
 def _plan(tiny_moe: Path, tiny_draft: Path, sweep: Sweep, **options: Any) -> BenchPlan:

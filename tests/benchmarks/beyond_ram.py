@@ -5,8 +5,8 @@
     python -m tests.benchmarks.beyond_ram -m BIG.gguf --routing ROUTING.npz -n 512 --ballast 10GiB --out RECORD.json
 
 Every run is a process of its own that begins with an empty page cache (dropping it needs root) and without kept
-activations, unless --cache-folder names some. A round has all arms in turn, in rotated order and with the same
-environment. An arm may have its own threads and micro-batch: stock@t4, stock@ub2048.
+activations. A round has all arms in turn, in rotated order and with the same environment. An arm may have its own
+threads and micro-batch: stock@t4, stock@ub2048.
 
 With --routing a run decodes a random text under recorded routing, at another place of the recording in each round, and
 drafts are accepted at the rate --accept; the speed of each quarter of the answer tells filling from the steady state.
@@ -35,6 +35,7 @@ from typing import Any, Literal
 
 from moeedge import paths
 from moeedge.bench.experiment import rotated
+from moeedge.bench.samples import disk_bytes_read
 from moeedge.data.datasets import load_toy
 from moeedge.engine.conversation import Conversation, prompt_tokens
 from moeedge.engine.drafts import Script
@@ -57,12 +58,10 @@ GREEDY = SamplingConfig(temperature=0.0, seed=0)
 
 def read_bytes() -> int:
     """What this process has read from the disk so far."""
-    lines = Path("/proc/self/io").read_text(encoding="ascii").split("\n")
-    return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
+    return disk_bytes_read() or 0
 
 
 def config_of(arm: str, options: argparse.Namespace) -> EngineConfig:
-    """The session of an arm."""
     arm, *own = arm.split("@")
     sizes = {part.rstrip("0123456789"): int(part.lstrip("tub")) for part in own}
     drafts = arm.endswith(("-sd", "-auto"))
@@ -98,15 +97,12 @@ def run_arm(arm: str, options: argparse.Namespace) -> dict[str, Any]:
             "answers": [],
             "prompts": [],
         }
-        if options.readers and session.placement is not None:
-            session.placement.cache.set_readers(options.readers, options.piece_bytes)
         if options.prompt_tokens:
             record["prompts"] = [_prefill(session, n) for n in options.prompt_tokens]
         elif options.routing:
             record["answers"] = [_forced_answer(session, options)]
         else:
-            chosen = slice(options.first_prompt, options.first_prompt + options.n_prompts)
-            prompts = [prompt.turns[0][-1].content for prompt in load_toy().prompts[chosen]]
+            prompts = [prompt.turns[0][-1].content for prompt in load_toy().prompts[: options.n_prompts]]
             record["answers"] = [_answer(session, text, options.n_predict) for text in prompts]
         stats = session.placement_stats()
         record["cache"] = None if stats is None else asdict(stats)
@@ -203,7 +199,6 @@ def decode_ts(run: dict[str, Any]) -> float:
 
 
 def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Medians of the runs of each arm."""
     rows: list[dict[str, Any]] = []
     for arm in dict.fromkeys(run["arm"] for run in runs):
         mine = [run for run in runs if run["arm"] == arm]
@@ -258,7 +253,7 @@ def run_in_process(arm: str, turn: int, given: list[str], options: argparse.Name
         limits = [disk_limit(options.model)]
         command = [sys.executable, "-m", "tests.benchmarks.beyond_ram", *given, "--run", arm, "--round", str(turn)]
         with tempfile.TemporaryDirectory() as empty:
-            environment = os.environ | {"MOEEDGE_CACHE": str(options.cache_folder or empty)}
+            environment = os.environ | {"MOEEDGE_CACHE": empty}
             environment["GOMP_SPINCOUNT"] = "1000"  # as `moeedge chat` has it
             done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
         if done.returncode != 0:
@@ -281,7 +276,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--arms", default=",".join(ARMS))
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--n-prompts", type=int, default=4)
-    parser.add_argument("--first-prompt", type=int, default=0)
     parser.add_argument("-n", "--n-predict", type=int, default=48)
     parser.add_argument("--draft-max", type=int, default=4)
     parser.add_argument("-c", "--ctx-size", type=int, default=2560)
@@ -289,11 +283,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("-ub", "--ubatch-size", type=int, default=512)
     parser.add_argument("--ram", type=lambda text: text if text == "auto" else parse_size(text), default="auto")
     parser.add_argument("--policy", default="lfu")
-    parser.add_argument("--readers", type=int, default=0)
-    parser.add_argument("--piece-bytes", type=int, default=0)
     parser.add_argument("--prompt-tokens", type=lambda text: [int(part) for part in text.split(",")], default=[])
     parser.add_argument("--ballast", type=parse_size, default=0)
-    parser.add_argument("--cache-folder", type=Path, help="keeps activations between the runs there")
     parser.add_argument("--routing", type=Path)
     parser.add_argument("--accept", type=float, default=0.7)
     parser.add_argument("--n-before", type=int, default=32, help="tokens before an answer under recorded routing")

@@ -1,9 +1,8 @@
 """What the governor makes of recorded drafts at given costs, next to all fixed lengths.
 
-    python -m tests.benchmarks.draft_chains --record docs/benchmarks/draft-chains.json.gz
     python -m tests.benchmarks.draft_chains --repeat 4
 
-Recorded are greedy answers of the bundled target and, after each of their tokens, what the draft model would draft
+The record has greedy answers of the bundled target and, after each of their tokens, what the draft model would draft
 next: the confidences of 16 tokens and how many are right, and the same of n-grams, whatever the load of the machine.
 Costs are those of a curve: measured ones (docs/benchmarks/speculation-fit-f16.json.gz), or formulas. Each step
 of the replay takes the seconds of its curve, with noise for the governor's eyes alone.
@@ -22,12 +21,11 @@ from typing import Any
 
 import numpy as np
 
-from moeedge import paths, speculation
+from moeedge import speculation
 from moeedge.scheduler.governor import GAMMA_MAX, DraftGovernor, StepCost
 
 RECORD = Path(__file__).parents[2] / "docs" / "benchmarks" / "draft-chains.json.gz"
 FIT = RECORD.with_name("speculation-fit-f16.json.gz")
-SCHEMA = "moeedge-draft-chains-1"
 N_EXPERTS, N_USED = 128, 8
 
 
@@ -179,65 +177,11 @@ def compared(texts: Sequence[Sequence[Position]], costs: Costs, n_seeds: int = 5
     }
 
 
-def record(n_prompts: int, n_predict: int) -> dict[str, Any]:
-    """Greedy answers of the bundled target, and what could have been drafted after each token."""
-    from moeedge.data.datasets import load_toy
-    from moeedge.engine.conversation import Conversation, prompt_tokens
-    from moeedge.engine.drafts import DraftRequest, NgramDraft
-    from moeedge.engine.sampling import Sampler
-    from moeedge.engine.session import Session
-    from moeedge.engine.types import EngineConfig, SamplingConfig
-    from moeedge.scheduler.stopping import DraftStop
-
-    greedy = SamplingConfig(temperature=0.0, seed=0)
-    prompts = load_toy().prompts
-    config = EngineConfig(model=paths.bundled_target(), draft=paths.bundled_draft(), n_ctx=1024, device="none")
-    texts = []
-    with Session.open(config) as session:
-        sampler = Sampler(greedy, session.model.info.n_vocab)
-        for prompt in prompts[:: max(1, len(prompts) // n_prompts)][:n_prompts]:
-            conversation = Conversation(system="")
-            conversation.ask(prompt.turns[0][-1].content)
-            tokens = prompt_tokens(session.model, conversation, raw=False)
-            generation = session.generate(tokens, n_predict=n_predict, sampling=greedy)
-            for _ in generation:
-                pass
-            history = [*tokens, *generation.tokens]
-            session.draft.begin(tokens)
-            ngrams = NgramDraft()
-            text = []
-            for n in range(len(tokens) + 1, len(history)):
-                rest = history[n:]
-                model = session.draft.propose(DraftRequest(history[:n], GAMMA_MAX, sampler, stop=DraftStop()))
-                session.draft.rollback(n)
-                copied = ngrams.propose(DraftRequest(history[:n], GAMMA_MAX, sampler))
-                confidences = [round(confidence, 4) for confidence in model.confidences]
-                ngram = copied.confidences[0] if copied.tokens else None
-                text.append([confidences, right(model.tokens, rest), ngram, right(copied.tokens, rest)])
-            texts.append(text)
-    return {"schema": SCHEMA, "model": config.model.name, "n_predict": n_predict, "texts": texts}
-
-
-def right(drafts: Sequence[int], tokens: Sequence[int]) -> int:
-    """How many of the first drafts are the tokens that follow."""
-    n = 0
-    while n < min(len(drafts), len(tokens)) and drafts[n] == tokens[n]:
-        n += 1
-    return n
-
-
 def main() -> None:
-    """Records, or prints a table of speeds over plain decoding."""
+    """Prints a table of speeds over plain decoding."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--record", type=Path)
-    parser.add_argument("--n-prompts", type=int, default=14)
-    parser.add_argument("-n", "--n-predict", type=int, default=96)
     parser.add_argument("--repeat", type=int, default=1, help="answer the prompts so many times over")
     options = parser.parse_args()
-    if options.record:
-        found = record(options.n_prompts, options.n_predict)
-        options.record.write_bytes(gzip.compress(json.dumps(found).encode(), mtime=0))
-        return
     texts = positions(json.loads(gzip.decompress(RECORD.read_bytes()))) * options.repeat
     print("tokens:", sum(map(len, texts)))
     for name, costs in curves().items():

@@ -83,7 +83,6 @@ class Batches:
 
 
 def measure(layout: str, rounds: int, n_threads: int, sizes: list[int], *, cpu_time: bool) -> Iterator[Sample]:
-    """Measures a layout's batches."""
     type_, _, plain = layout.upper().partition("-")
     shape = BlockShape(type_)
     rng = np.random.default_rng(0)
@@ -110,7 +109,6 @@ def measure(layout: str, rounds: int, n_threads: int, sizes: list[int], *, cpu_t
 
 
 def print_table(samples: list[Sample]) -> None:
-    """A line per layout and batch size."""
     print("layout      tokens experts   read GB/s   ggml GB/s  share   ours GB/s  share   ours / ggml")
     for layout, n_tokens in dict.fromkeys((sample.layout, sample.n_tokens) for sample in samples):
         own = [sample for sample in samples if (sample.layout, sample.n_tokens) == (layout, n_tokens)]
@@ -129,7 +127,6 @@ def print_table(samples: list[Sample]) -> None:
 
 
 def main() -> None:
-    """Measures all layouts, prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", default=",".join(LAYOUTS))
     parser.add_argument("--tokens", default=",".join(map(str, DISTINCT)))

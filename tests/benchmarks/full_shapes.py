@@ -70,7 +70,6 @@ class Step:
 
 
 def steps() -> list[Step]:
-    """All steps in their order."""
     made = [Step(f"rivals-{name}{kind}", f"lab rivals -m {{{name}}} {tests} {{programs}} -o json", (name,))
             for kind, tests in (("", _TESTS), ("-long", _LONG)) for name in ("gptoss-20b", "qwen3-30b")]  # fmt: skip
     for quant in QUANTS:
@@ -146,7 +145,6 @@ def run_step(step: Step, options: argparse.Namespace) -> bool:
 
 
 def main() -> None:
-    """Runs the steps in turn."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--routing", type=Path)

@@ -2,8 +2,7 @@
 
     python -m tests.benchmarks.performance docs/benchmarks/performance-*.json.gz
 
-Takes records of `moeedge bench -o json`, `moeedge lab rivals -o json` and tests.benchmarks.expert_kernels, and of the
-comparison with llama.cpp's programs up to 0.16.0 (those with a summary), gzipped or not.
+Takes records of `moeedge bench -o json` and `moeedge lab rivals -o json`, gzipped or not.
 """
 
 from __future__ import annotations
@@ -25,12 +24,10 @@ from moeedge.ui.tables import Column, markdown, text_column
 from moeedge.units import format_bytes
 
 Row = dict[str, Any]
-_VERIFIED = 9  # tokens of the verification that the kernels' table shows
 _REAL_COSTS = (0.2, 0.3)  # T_D / T_T(1) of Qwen3-0.6B next to Qwen3-30B-A3B
 
 
 def read(path: Path) -> Any:
-    """The record in a file."""
     data = path.read_bytes()
     return json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
 
@@ -43,32 +40,16 @@ def lane(row: Row) -> str:
     return " ".join(part for part in parts if part)
 
 
-def tables(record: Any) -> Iterator[str]:
-    """The tables of one record."""
-    if isinstance(record, list) and record[0]["schema"] == RIVALS:
-        yield f"{record[0]['model']} ({format_bytes(record[0]['model_bytes'])}), {record[0]['time']}\n"
-        yield f"{record[0]['cpu']}, threads: {record[0]['threads']}, commit {record[0]['commit']}\n"
-        rows = [SimpleNamespace(**row) for row in record]
-        yield (
-            "over the faster of stock's layouts: "
-            + ", ".join(f"{r['test']} {over_stock(r):.2f}" for r in record)
-            + "\n"
-        )
-        yield markdown(rivals_columns(rows), rows)
-    elif isinstance(record, list):
+def tables(record: Sequence[Row]) -> Iterator[str]:
+    first, rows = record[0], [SimpleNamespace(**row) for row in record]
+    if first["schema"] != RIVALS:
         yield from bench_tables(record)
-    elif "summary" in record:
-        columns = [
-            text_column("test", "test"),
-            text_column("program", "program"),
-            text_column("its drafts", "program_lane"),
-        ]
-        columns += [text_column("our drafts", "lane"), Column("program t/s", "program_ts", ".1f")]
-        yield markdown(
-            [*columns, Column("moeedge t/s", "moeedge_ts", ".1f"), Column("ratio", "ratio", ".3f")], record["summary"]
-        )
-    else:
-        yield kernel_table(record["samples"])
+        return
+    yield f"{first['model']} ({format_bytes(first['model_bytes'])}), {first['time']}\n"
+    yield f"{first['cpu']}, threads: {first['threads']}, commit {first['commit']}\n"
+    ratios = ", ".join(f"{row['test']} {over_stock(row):.2f}" for row in record)
+    yield f"over the faster of stock's layouts: {ratios}\n"
+    yield markdown(rivals_columns(rows), rows)
 
 
 def over_stock(row: Row) -> float:
@@ -86,15 +67,8 @@ def bench_tables(rows: Sequence[Row]) -> Iterator[str]:
     """The modes, and our modes over the fastest stock mode of each category."""
     first = rows[0]
     yield f"{first['model']} ({format_bytes(first['model_bytes'])}), {first['time']}\n"
-    yield (
-        "\n".join(
-            [
-                f"{first['cpu']}, threads: {first['threads']}, commit {first['commit']}",
-                *limit_lines(SimpleNamespace(**{"limit_ts": None} | first)),
-            ]
-        )
-        + "\n"
-    )
+    machine = f"{first['cpu']}, threads: {first['threads']}, commit {first['commit']}"
+    yield "\n".join([machine, *limit_lines(SimpleNamespace(**{"limit_ts": None} | first))]) + "\n"
     columns = [
         text_column("test", lambda row: row["test"] if len(row["test"]) < 9 else "all sets"), text_column("mode", lane),
         Column("pp t/s", "pp_ts_median", ".1f"), Column("tg t/s", "tg_ts_median", ".1f"),
@@ -170,24 +144,10 @@ def ends_early(row: Row) -> bool:
 
 
 def interval(part: Row) -> str:
-    """Ratio and 95 % interval."""
     return f"{part['ratio']:.3f}" + (f" ({part['low']:.3f} to {part['high']:.3f})" if part["low"] is not None else "")
 
 
-def kernel_table(samples: Sequence[Row]) -> str:
-    """Shares of the read speed of one token, and of a verification."""
-    lines = []
-    for layout, n_tokens in dict.fromkeys((sample["layout"], sample["n_tokens"]) for sample in samples):
-        own = [s for s in samples if (s["layout"], s["n_tokens"]) == (layout, n_tokens) and s["read"]]
-        if own and n_tokens in (1, _VERIFIED):
-            shares = [statistics.median(s[name] / s["read"] for s in own) for name in ("ggml", "ours")]
-            lines.append((layout, n_tokens, *shares, statistics.median(s["ours"] / s["ggml"] for s in own)))
-    columns = [text_column("layout", 0), Column("tokens", 1), Column("ggml", 2, ".2f"), Column("ours", 3, ".2f")]
-    return markdown([*columns, Column("ours / ggml", 4, ".2f")], lines)
-
-
 def main() -> None:
-    """Prints the tables of all records."""
     for name in sys.argv[1:]:
         print(f"\n### {Path(name).name}\n")
         print("\n".join(tables(read(Path(name)))))

@@ -64,12 +64,10 @@ _COLUMNS = (
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The table in Markdown."""
     return markdown(_COLUMNS, lanes(rows))
 
 
 def main(arguments: Sequence[str]) -> None:
-    """See the module."""
     paths, _, out = " ".join(arguments).partition(" --record ")
     rows = [row for path in paths.split() for row in read(Path(path))]
     if out:

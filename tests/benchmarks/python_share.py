@@ -1,10 +1,9 @@
 """Python's share of a step: what the decoding thread computes outside of llama.cpp, by part, with a large vocabulary.
 
     python -m tests.benchmarks.python_share --out RECORD.json
-    python -m tests.benchmarks.python_share -m MODEL.gguf -md DRAFT.gguf
 
-Without -m a random-weight pair of three layers is written first, with a vocabulary of 151,936 tokens as Qwen3 has it:
-what Python does in a step depends on the vocabulary, the draft length and the sampling options, hardly on the model.
+A random-weight pair of three layers is written first, with a vocabulary of 151,936 tokens as Qwen3 has it: what Python
+does in a step depends on the vocabulary, the draft length and the sampling options, hardly on the model.
 Every case has a session of its own and answers the same prompt; the cases take turns. The first answer of each is not
 counted. A draft of random weights is hardly ever accepted, so that the residual distribution is drawn from in nearly
 every step that samples: the dear case.
@@ -117,15 +116,7 @@ class Share:
     samples_cpu_us: list[float]  # one per step
 
 
-def measure(
-    model: Path,
-    draft: Path,
-    cases: list[tuple[str, str]],
-    *,
-    answers: int,
-    n_predict: int,
-    n_threads: int = 1,
-) -> list[Share]:
+def measure(model: Path, draft: Path, cases: list[tuple[str, str]], *, answers: int, n_predict: int) -> list[Share]:
     """Answers the prompt `answers` times per case (sampling, draft length), in turns."""
     meter = Meter()
     with ExitStack() as stack:
@@ -138,7 +129,7 @@ def measure(
                 auto_gamma=length == "auto",
                 device="none",
                 n_ctx=1024,
-                n_threads=n_threads,
+                n_threads=1,
             )
             sessions[length] = stack.enter_context(Session.open(config))
         steps: dict[tuple[str, str], list[list[list[float]]]] = {case: [] for case in cases}
@@ -194,25 +185,16 @@ def _share(case: tuple[str, str], steps_us: np.ndarray[Any, Any], batches: list[
 def main() -> None:
     """Measures and prints a line per case; --out keeps the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-m", "--model", type=Path, help="default: random weights")
-    parser.add_argument("-md", "--model-draft", type=Path, help="goes with -m")
-    parser.add_argument("--vocabulary", type=int, default=VOCABULARY, help="tokens of the random-weight pair")
-    parser.add_argument("--sampling", default=",".join(SAMPLING))
     parser.add_argument("--lengths", default=",".join(LENGTHS))
     parser.add_argument("--answers", type=int, default=3)
     parser.add_argument("-n", "--n-predict", type=int, default=64)
-    parser.add_argument("-t", "--threads", type=int, default=1)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
 
-    cases = [(sampling, length) for length in options.lengths.split(",") for sampling in options.sampling.split(",")]
+    cases = [(sampling, length) for length in options.lengths.split(",") for sampling in SAMPLING]
     with tempfile.TemporaryDirectory() as folder:
-        model, draft = options.model, options.model_draft
-        if model is None:
-            model, draft = (make_tiny(arch, Path(folder), vocab=options.vocabulary) for arch in ("qwen3moe", "qwen3"))
-        shares = measure(
-            model, draft, cases, answers=options.answers, n_predict=options.n_predict, n_threads=options.threads
-        )
+        pair = (make_tiny(arch, Path(folder), vocab=VOCABULARY) for arch in ("qwen3moe", "qwen3"))
+        shares = measure(*pair, cases, answers=options.answers, n_predict=options.n_predict)
     for share in shares:
         parts = ", ".join(f"{part} {value:.0f}" for part, value in share.parts_cpu_us.items())
         print(
@@ -224,9 +206,7 @@ def main() -> None:
         record = {
             "schema": SCHEMA,
             "environment": asdict(read_provenance()),
-            "vocabulary": options.vocabulary if options.model is None else None,
-            "model": model.name,
-            "threads": options.threads,
+            "vocabulary": VOCABULARY,
             "results": [asdict(share) for share in shares],
         }
         options.out.write_text(json.dumps(record) + "\n")

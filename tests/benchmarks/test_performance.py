@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.benchmarks.performance import bench_tables, draft_cost, kernel_table, read, recosted, tables
+from tests.benchmarks.performance import draft_cost, read, recosted, tables
 
 _RECORDS = sorted((Path(__file__).resolve().parents[2] / "docs" / "benchmarks").glob("performance-*.json.gz"))
 
@@ -15,15 +15,6 @@ _RECORDS = sorted((Path(__file__).resolve().parents[2] / "docs" / "benchmarks").
 @pytest.mark.parametrize("path", _RECORDS, ids=lambda path: path.name)
 def test_every_record_has_tables(path: Path) -> None:
     assert any("|--" in table for table in tables(read(path)))
-
-
-def test_the_least_category_is_told() -> None:
-    rows = [row for path in _RECORDS if isinstance(record := read(path), list) for row in record]
-    row = next(row for row in rows if row["best_stock_by_category"])
-    parts = [dict(part, ratio=2.0) for part in row["best_stock_by_category"]]
-    parts[0] |= {"ratio": 0.5, "category": "slow"}
-    lines = list(bench_tables([rows[0], row | {"best_stock_by_category": parts}]))
-    assert any(line.endswith("least 0.500 (slow)\n") for line in lines)
 
 
 def test_a_dearer_draft_costs_its_tokens() -> None:
@@ -42,8 +33,3 @@ def test_a_dearer_draft_costs_its_tokens() -> None:
     assert recosted(rows, ours, 0.2, 1) == pytest.approx(8.0 / 4.8)
     ngrams = row("stock-ngram", 2.0, 4, 0.4) | {"draft": "ngram", "auto_gamma": False}
     assert recosted([*rows, ngrams], ours, 0.2, 0) == pytest.approx(2.0 / 4.4)
-
-
-def test_shares_are_medians_of_rounds_with_a_read() -> None:
-    sample = {"layout": "q4_0", "n_tokens": 9, "read": 10.0, "ggml": 5.0, "ours": 8.0}
-    assert "| 0.50 | 0.80 |" in " ".join(kernel_table([sample, sample | {"read": None, "ours": 1.0}]).split())

@@ -22,7 +22,6 @@ from moeedge.engine.autosave import Autosave, Origin, UnfinishedChat, remove, ta
 from moeedge.engine.conversation import Conversation, Message
 from moeedge.errors import InputError
 from moeedge.run import Notification, Run, is_warning
-from tests.benchmarks.autosave_cost import step_times_us
 from tests.support.machine import files_of_at_most
 
 ORIGIN = Origin("model.gguf", 123, raw=False)
@@ -236,7 +235,13 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
 
 
 def test_a_step_costs_less_than_a_tenth_of_a_millisecond(tmp_path: Path) -> None:
-    assert float(np.median(step_times_us(tmp_path, 1000))) < 100
+    saved, times_s = chat(tmp_path), []
+    saved.update(talk("a question"), SETTINGS)
+    for _ in range(1000):
+        start_s = time.perf_counter()
+        saved.add_step(" some piece of text", [1234, 5678, 910])
+        times_s.append(time.perf_counter() - start_s)
+    assert float(np.median(times_s)) < 1e-4
 
 
 def test_two_processes_start_at_once(tmp_path: Path) -> None:

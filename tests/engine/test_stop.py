@@ -20,7 +20,6 @@ from moeedge.native.abi import Phase
 from moeedge.run import Run
 from moeedge.scheduler.config import PlacementConfig
 from moeedge.ui.figures import answer_rows, turn_line
-from tests.benchmarks.stop_prompt import measure
 from tests.conftest import TinyFactory
 from tests.support.ram_driver import ram_context
 from tests.support.sessions import GREEDY, answered, plain_config
@@ -169,13 +168,6 @@ def test_the_figures_of_a_stopped_prompt(tiny: TinyFactory) -> None:
             assert computed in prompt.value
             assert (f"{n_before} kept" in prompt.value) == ("kept" in prompt.value) == (n_before > 0)
             n_before = session.target.n_past
-
-
-def test_the_benchmark_of_ctrl_c(tiny: TinyFactory) -> None:
-    path = tiny("qwen3moe", layers=4, embd=256, experts=16, expert_ff=256)
-    found = measure(config(path, n_ctx=4096, n_ubatch=512), n_stops=1, n_pairs=1)
-    assert len(found["speed_ratios"]) == 1  # type: ignore[arg-type]
-    assert found["late_s_max"] is None or found["late_s_max"] < 1.0  # type: ignore[operator]
 
 
 # experts from a slow disk

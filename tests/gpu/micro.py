@@ -18,8 +18,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from ctypes import c_bool, c_char_p, c_float, c_int, c_size_t, c_uint8
 from dataclasses import asdict
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,100 +27,65 @@ import numpy as np
 
 from moeedge import native
 from moeedge.hardware.provenance import read_provenance
-from moeedge.native.library import ggml_function
-from tests.support.raw_ggml import find_device, new_context
+from tests.support.raw_ggml import F32, I32, Q4_K, Graph, Queue, ggml
 
 SCHEMA = "moeedge-gpu-micro-1"
 INPUT_BYTES, IDS_BYTES = 2048 * 4, 128 * 4  # a token's input of a layer, and its sorted experts
 CHUNKS_BYTES = (256 << 10, 1 << 20)  # of the mover's uploads
 TABLES = (128, 586, 1907)
 EMBD, EXPERT_FF, N_USED = 2048, 768, 8
-POINTER, SIZE = ctypes.c_void_p, ctypes.c_size_t
-Q4_K, F32, I32 = 12, 0, 26  # enum ggml_type
 
 
-@cache
-def _function(name: str, result: Any, types: tuple[Any, ...]) -> Any:
-    return ggml_function(name, result, *types)
-
-
-def _call(name: str, *arguments: Any, result: Any = POINTER) -> Any:
-    """Calls a ggml function with pointers, and numbers as ctypes objects."""
-    types = tuple(type(argument) if isinstance(argument, ctypes._SimpleCData) else POINTER for argument in arguments)
-    return _function(name, result, types)(*arguments)
-
-
-class Backend:
-    """One instance of a device: a queue of its own, and a ggml context. Close it after use."""
+class Backend(Queue):
+    """One instance of a device with tensors of its own. Close it after use."""
 
     def __init__(self, name: str) -> None:
-        self.device, self.context = find_device(name), new_context()
-        self.handle = _call("ggml_backend_dev_init", self.device, None)
-        self._buffers: list[int] = []
+        super().__init__(name)
+        self.tensors = Graph()
+        self._pinned: list[int] = []
 
     def close(self) -> None:
-        """Frees its memory and the instance."""
-        _call("ggml_free", self.context, result=None)
-        for buffer in self._buffers:
-            _call("ggml_backend_buffer_free", buffer, result=None)
-        _call("ggml_backend_free", self.handle, result=None)
-
-    def tensor(self, kind: int, *dimensions: int) -> int:
-        """A new tensor of up to four dimensions, without memory yet."""
-        sizes = (ctypes.c_int64 * 4)(*dimensions, *([1] * (4 - len(dimensions))))
-        n_dimensions = ctypes.c_int(len(dimensions))
-        return _call("ggml_new_tensor", self.context, ctypes.c_int(kind), n_dimensions, ctypes.cast(sizes, POINTER))
+        self.tensors.close()
+        for buffer in self._pinned:
+            ggml("ggml_backend_buffer_free", buffer, result=None)
+        super().close()
 
     def pinned(self, n_bytes: int) -> int | None:
         """The address of host memory that the device reads without a copy; None where it has no such memory."""
-        buffer_type = _call("ggml_backend_dev_host_buffer_type", self.device)
-        buffer = buffer_type and _call("ggml_backend_buft_alloc_buffer", buffer_type, SIZE(n_bytes))
+        buffer_type = ggml("ggml_backend_dev_host_buffer_type", self.device)
+        buffer = buffer_type and ggml("ggml_backend_buft_alloc_buffer", buffer_type, c_size_t(n_bytes))
         if not buffer:
             return None
-        self._buffers.append(buffer)
-        return _call("ggml_backend_buffer_get_base", buffer)
+        self._pinned.append(buffer)
+        return ggml("ggml_backend_buffer_get_base", buffer)
 
     def allocate(self) -> None:
         """Gives the tensors device memory, all zeros. Raises MemoryError."""
-        buffer_type = _call("ggml_backend_dev_buffer_type", self.device)
-        buffer = _call("ggml_backend_alloc_ctx_tensors_from_buft", self.context, buffer_type)
-        if not buffer:
+        self.tensors.allocate(ggml("ggml_backend_dev_buffer_type", self.device))
+        if not self.tensors.buffer:
             raise MemoryError("the device has no memory for it")
-        self._buffers.append(buffer)
-        _call("ggml_backend_buffer_clear", buffer, ctypes.c_uint8(0), result=None)
+        ggml("ggml_backend_buffer_clear", self.tensors.buffer, c_uint8(0), result=None)
 
     def ask_name(self) -> None:
         """Does nothing with the device: what a call from Python takes."""
-        _call("ggml_backend_name", self.handle, result=ctypes.c_char_p)
+        ggml("ggml_backend_name", self.handle, result=c_char_p)
 
-    def synchronize(self) -> None:
-        """Waits for all that was queued."""
-        _call("ggml_backend_synchronize", self.handle, result=None)
-
-    def set(self, tensor: int, source: int, n_bytes: int, *, queued: bool = False) -> None:
-        """Host to device; blocking unless queued."""
-        self._copy("ggml_backend_tensor_set", tensor, source, n_bytes, queued)
-
-    def get(self, tensor: int, target: int, n_bytes: int, *, queued: bool = False) -> None:
-        """Device to host; blocking unless queued."""
-        self._copy("ggml_backend_tensor_get", tensor, target, n_bytes, queued)
-
-    def _copy(self, name: str, tensor: int, memory: int, n_bytes: int, queued: bool) -> None:
+    def copy(self, direction: str, tensor: int, memory: int, n_bytes: int, *, queued: bool = False) -> None:
+        """direction: "set", host to device, or "get"; blocking unless queued."""
+        name, sizes = f"ggml_backend_tensor_{direction}", (c_size_t(0), c_size_t(n_bytes))
         if queued:
-            _call(f"{name}_async", self.handle, tensor, memory, SIZE(0), SIZE(n_bytes), result=None)
+            ggml(f"{name}_async", self.handle, tensor, memory, *sizes, result=None)
         else:
-            _call(name, tensor, memory, SIZE(0), SIZE(n_bytes), result=None)
+            ggml(name, tensor, memory, *sizes, result=None)
 
-    def graph(self, output: int) -> int:
-        """The graph that computes a tensor."""
-        graph = _call("ggml_new_graph", self.context)
-        _call("ggml_build_forward_expand", graph, output, result=None)
-        return graph
+    def run(self) -> None:
+        """Computes the graph and waits for it. Raises RuntimeError."""
+        if ggml("ggml_backend_graph_compute", self.handle, self.tensors.graph, result=c_int) != 0:
+            raise RuntimeError("the device failed to compute")
 
-    def compute(self, graph: int, *, queued: bool = False) -> None:
-        """Computes a graph, and waits for it unless queued. Raises RuntimeError."""
-        name = "ggml_backend_graph_compute_async" if queued else "ggml_backend_graph_compute"
-        if _call(name, self.handle, graph, result=ctypes.c_int) != 0:
+    def launch(self) -> None:
+        """Computes the graph without waiting for it. Raises RuntimeError."""
+        if self.compute(self.tensors.graph) != 0:
             raise RuntimeError("the device failed to compute")
 
 
@@ -128,16 +93,16 @@ class Backend:
 def traffic(name: str, chunk_bytes: int) -> Iterator[None]:
     """Uploads chunk after chunk from another thread and queue, as the engine's mover does."""
     mover = Backend(name)
-    target = mover.tensor(F32, chunk_bytes // 4)
+    target = mover.tensors.tensor(F32, chunk_bytes // 4)
     mover.allocate()
     source = mover.pinned(chunk_bytes)
-    memory = (ctypes.c_uint8 * chunk_bytes)()
+    memory = (c_uint8 * chunk_bytes)()
     address = source or ctypes.addressof(memory)
     stop = threading.Event()
 
     def move() -> None:
         while not stop.is_set():
-            mover.set(target, address, chunk_bytes, queued=source is not None)
+            mover.copy("set", target, address, chunk_bytes, queued=source is not None)
             mover.synchronize()
 
     thread = threading.Thread(target=move)
@@ -165,31 +130,29 @@ def measure(run: Callable[[], None], n: int, *, n_warm: int = 5) -> dict[str, An
 def calls(device: str, n: int) -> Iterator[dict[str, Any]]:
     """Copies, launches and waits, with the link idle and while chunks are uploaded."""
     backend = Backend(device)
-    small, ids = backend.tensor(F32, INPUT_BYTES // 4), backend.tensor(F32, IDS_BYTES // 4)
-    wide = backend.tensor(F32, 8 * INPUT_BYTES // 4)
-    product = _call("ggml_scale", backend.context, small, ctypes.c_float(0.5))
+    small, ids, wide = (backend.tensors.tensor(F32, n // 4) for n in (INPUT_BYTES, IDS_BYTES, 8 * INPUT_BYTES))
+    backend.tensors.expand(backend.tensors.op("scale", small, c_float(0.5)))
     backend.allocate()
-    graph = backend.graph(product)
-    pageable = (ctypes.c_uint8 * (8 * INPUT_BYTES))()
+    pageable = (c_uint8 * (8 * INPUT_BYTES))()
     ordinary, pinned = ctypes.addressof(pageable), backend.pinned(8 * INPUT_BYTES)
 
     def blocking_get() -> None:
-        backend.get(small, ordinary, INPUT_BYTES)
+        backend.copy("get", small, ordinary, INPUT_BYTES)
 
     def launch_and_wait() -> None:
-        backend.compute(graph, queued=True)
+        backend.launch()
         backend.synchronize()
 
     def round_trip(memory: int, *, queued: bool) -> Callable[[], None]:
         def run() -> None:  # a launch, input, ids and weights down, the sum up, and the next launch
-            backend.compute(graph, queued=True)
+            backend.launch()
             if not queued:
                 backend.synchronize()
             for source, n_bytes in ((small, INPUT_BYTES), (ids, IDS_BYTES), (ids, IDS_BYTES)):
-                backend.get(source, memory, n_bytes, queued=queued)
+                backend.copy("get", source, memory, n_bytes, queued=queued)
             backend.synchronize()
-            backend.set(small, memory, INPUT_BYTES, queued=queued)
-            backend.compute(graph, queued=True)
+            backend.copy("set", small, memory, INPUT_BYTES, queued=queued)
+            backend.launch()
             backend.synchronize()
 
         return run
@@ -199,20 +162,20 @@ def calls(device: str, n: int) -> Iterator[dict[str, Any]]:
         "launch and wait": launch_and_wait,
         "synchronize": backend.synchronize,
         "get, pageable": blocking_get,
-        "set, pageable": lambda: backend.set(small, ordinary, INPUT_BYTES),
-        "set of all columns, pageable": lambda: backend.set(wide, ordinary, 8 * INPUT_BYTES),
+        "set, pageable": lambda: backend.copy("set", small, ordinary, INPUT_BYTES),
+        "set of all columns, pageable": lambda: backend.copy("set", wide, ordinary, 8 * INPUT_BYTES),
         "layer, blocking copies, pageable": round_trip(ordinary, queued=False),
     }
     if pinned is not None:
         address = pinned
 
         def queued_get() -> None:
-            backend.get(small, address, INPUT_BYTES, queued=True)
+            backend.copy("get", small, address, INPUT_BYTES, queued=True)
             backend.synchronize()
 
         runs |= {
-            "get, pinned": lambda: backend.get(small, address, INPUT_BYTES),
-            "set, pinned": lambda: backend.set(small, address, INPUT_BYTES),
+            "get, pinned": lambda: backend.copy("get", small, address, INPUT_BYTES),
+            "set, pinned": lambda: backend.copy("set", small, address, INPUT_BYTES),
             "queued get and wait, pinned": queued_get,
             "layer, blocking copies, pinned": round_trip(address, queued=False),
             "layer, queued copies, pinned": round_trip(address, queued=True),
@@ -241,10 +204,10 @@ def _matmul(device: str, n: int, n_experts: int, n_pairs: int, layout: str, shri
     backend = Backend(device)
     try:
         d1, d2 = (1, n_pairs) if layout == "rows" else (n_pairs, 1)
-        table = backend.tensor(Q4_K, EMBD, EXPERT_FF // min(shrink, 3), n_experts)
-        columns, ids = backend.tensor(F32, EMBD, d1, d2), backend.tensor(I32, d1, d2)
-        product = _call("ggml_mul_mat_id", backend.context, table, columns, ids)
-        if not _call("ggml_backend_dev_supports_op", backend.device, product, result=ctypes.c_bool):
+        table = backend.tensors.tensor(Q4_K, EMBD, EXPERT_FF // min(shrink, 3), n_experts)
+        columns, ids = backend.tensors.tensor(F32, EMBD, d1, d2), backend.tensors.tensor(I32, d1, d2)
+        product = backend.tensors.expand(backend.tensors.op("mul_mat_id", table, columns, ids))
+        if not ggml("ggml_backend_dev_supports_op", backend.device, product, result=c_bool):
             raise RuntimeError("the device does not support it")
         backend.allocate()
         # as in a verification: a token uses different experts, neighbours share some; pairs are sorted by expert
@@ -252,9 +215,8 @@ def _matmul(device: str, n: int, n_experts: int, n_pairs: int, layout: str, shri
         pool = rng.permutation(n_experts)[: max(N_USED, min(n_experts, n_pairs // 3))]
         chosen = np.sort(np.concatenate([rng.permutation(pool)[:N_USED] for _ in range(n_pairs // N_USED)]))
         numbers = chosen.astype(np.int32)
-        backend.set(ids, numbers.ctypes.data, numbers.nbytes)
-        graph = backend.graph(product)
-        return {"experts_used": int(np.unique(numbers).size), **measure(lambda: backend.compute(graph), n)}
+        backend.copy("set", ids, numbers.ctypes.data, numbers.nbytes)
+        return {"experts_used": int(np.unique(numbers).size), **measure(backend.run, n)}
     finally:
         backend.close()
 

@@ -15,8 +15,8 @@
 # The record is written after each model's process, and a further call goes on where the last one was cut. It has (schema
 # moeedge-vulkan-checks-1) `environment` as in docs/bench.md, `driver`, and for each of `cases` the model, the kind, the
 # settings (seeds included), `error` (null: passed), `seconds` and `figures`. Reference is stock llama.cpp with the same
-# layers on the device, in the same process; a difference passes only as a near-tie of stock's two best logits, and is
-# listed with its gap. Models are tiny and have random weights.
+# layers on the device, in the same process; a difference passes only as near-ties of stock's logits, and its answer is
+# listed. Models are tiny and have random weights.
 set -euo pipefail
 
 root=$(cd "$(dirname "$0")/../.." && pwd)

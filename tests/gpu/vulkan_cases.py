@@ -19,19 +19,18 @@ from typing import Any
 import numpy as np
 
 from moeedge.bench.config import MODES
-from moeedge.bench.quality import NEAR_TIE_GAP
 from moeedge.engine.session import Session
 from moeedge.hardware.devices import Storage
 from moeedge.llama import library
-from moeedge.llama.context import Context
 from moeedge.llama.gguf_file import expert_bytes, expert_tensors
 from moeedge.llama.model import Model
-from moeedge.native.abi import DevicePath, Phase
+from moeedge.native.abi import DevicePath
 from moeedge.policies.registry import POLICIES
 from moeedge.scheduler import opening
 from tests.support.cases import MOE_CASES
 from tests.support.commands import run
-from tests.support.hybrid import greedy_answer, hybrid_config, random_prompt
+from tests.support.hybrid import assert_greedy, greedy_answer, hybrid_config, random_prompt
+from tests.support.stock import StockContext
 from tests.support.tiny import make_tiny
 from tests.support.vulkan import DEVICE
 
@@ -52,13 +51,11 @@ class Case:
 
     @property
     def id(self) -> str:
-        """The case in words."""
         words = [f"{key}={value}" for key, value in self.settings.items()]
         return " ".join([self.model, self.kind, *words])
 
 
 def n_layers(model: str) -> int:
-    """Layers of that tiny model."""
     return N_LAYERS.get(model, N_LAYERS_DEFAULT)
 
 
@@ -144,26 +141,19 @@ class ModelCases:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = make_tiny(arch, folder, **(dimensions | {"experts": N_EXPERTS, "layers": n_layers(name)}))
         self.draft_path = make_tiny("qwen3", folder, layers=1)
-        self._models: dict[tuple[Path, int, bool, bool], Model] = {}
-        self._expected: dict[tuple[int, int, int], list[int]] = {}
+        self._models: dict[tuple[Path, int, Storage], Model] = {}
+        self._stocks: dict[int, StockContext] = {}
 
     def run(self, case: Case) -> dict[str, Any]:
         """The figures of a case; raises AssertionError where it fails."""
         return getattr(self, f"_{case.kind}")(**case.settings)
 
-    def model(
-        self, path: Path, n_gpu_layers: int, *, experts_on_cpu: bool = True, storage: Storage = "loaded"
-    ) -> Model:
+    def model(self, path: Path, n_gpu_layers: int, storage: Storage = "loaded") -> Model:
         """Loaded once; the process's end frees it."""
-        key = (path, n_gpu_layers, experts_on_cpu, storage)
+        key = (path, n_gpu_layers, storage)
         if key not in self._models:
-            self._models[key] = Model.load(
-                path,
-                n_gpu_layers=n_gpu_layers,
-                device=DEVICE,
-                experts_on_cpu=experts_on_cpu and path == self.path,
-                storage=storage,
-            )
+            split = {"n_gpu_layers": n_gpu_layers, "device": DEVICE, "experts_on_cpu": path == self.path}
+            self._models[key] = Model.load(path, storage=storage, **split)  # type: ignore[arg-type]
         return self._models[key]
 
     @contextmanager
@@ -183,7 +173,7 @@ class ModelCases:
             loaded = None
             if draft in ("device", "cpu"):
                 loaded = self.model(self.draft_path, ALL_LAYERS if draft == "device" else 0)
-            target = self.model(self.path, ngl, storage="on demand" if in_ram else "loaded")
+            target = self.model(self.path, ngl, "on demand" if in_ram else "loaded")
             session = stack.enter_context(Session.open(config, model=target, draft_model=loaded))
             session.gamma = gamma
             yield session
@@ -204,13 +194,13 @@ class ModelCases:
     ) -> dict[str, Any]:
         tokens = random_prompt(prompt, prompt)
         placement |= {"policy": policy, "device_path": DevicePath[path.upper()]}
+        stock, ties = self._stock(ngl), []
+        expected = stock.answer(tokens, predict)
         with self.session(ngl, ratio, draft, gamma, in_ram, **placement) as session:
-            expected = self._stock_answer(session, ngl, tokens, predict)
-            ties = []
-            for _ in range(2):  # while the cache fills, and when it is warm
+            for turn in range(2):  # while the cache fills, and when it is warm
                 answer = greedy_answer(session, tokens, predict)
-                if answer != expected:
-                    ties.append(self._judge(session, tokens, expected, answer))
+                assert_greedy(stock, tokens, answer, expected, f"turn {turn}")
+                ties += [answer] if answer != expected else []
             stats = session.placement_stats()
         figures: dict[str, Any] = {"near_ties": ties}
         if stats is not None:
@@ -222,39 +212,12 @@ class ModelCases:
                 figures |= {"ram_loads": stats.ram.uploads, "ram_pairs": stats.ram.pairs}
         return figures
 
-    def _stock_answer(self, session: Session, ngl: int, tokens: list[int], n_predict: int) -> list[int]:
-        """Stock's: the same process, the same layers on the device, no operation claimed."""
-        key = (ngl, len(tokens), n_predict)
-        if key not in self._expected:
-            gamma, session.gamma = session.gamma, 0
-            session.set_mode("stock")
-            self._expected[key] = greedy_answer(session, tokens, n_predict)
-            session.set_mode("moeedge")
-            session.gamma = gamma
-        return self._expected[key]
-
-    def _judge(self, session: Session, prompt: list[int], expected: list[int], answer: list[int]) -> dict[str, Any]:
-        """The first difference, which must be a near-tie of stock's two best logits.
-
-        Near: closer than the engine's limit, or than twice what stock itself moves a logit when it decodes the same
-        tokens in one batch, or with the experts on the device.
-        """
-        first = next(i for i, pair in enumerate(zip(answer, expected, strict=True)) if pair[0] != pair[1])
-        session.set_mode("stock")
-        text = [*prompt, *expected[:first]]
-        row = _last_logits(session.target, prompt, expected[:first])
-        batched = _last_logits(session.target, text, [])
-        session.set_mode("moeedge")
-        whole = self.model(self.path, ALL_LAYERS, experts_on_cpu=False)
-        with Context(whole, n_ctx=512, n_threads=1, mode="stock") as context:
-            on_device = _last_logits(context, prompt, expected[:first])
-        scatter = float(max(np.abs(batched - row).max(), np.abs(on_device - row).max()))
-        best_two = np.argsort(row)[-2:].tolist()
-        gap = float(row.max() - row[answer[first]])
-        found = {"position": first, "gap": gap, "stock_scatter": scatter}
-        assert {answer[first], expected[first]} == set(best_two), f"not the two best tokens: {found}"
-        assert gap <= max(NEAR_TIE_GAP, 2 * scatter), f"no near-tie: {found}"
-        return found
+    def _stock(self, ngl: int) -> StockContext:
+        """With the same layers on the device, in the same process; kept."""
+        if ngl not in self._stocks:
+            split = {"gpu": DEVICE, "n_gpu_layers": ngl, "experts_on_cpu": True}
+            self._stocks[ngl] = StockContext(self.path, n_ctx=512, **split)  # type: ignore[arg-type]
+        return self._stocks[ngl]
 
     def _calibrate(self) -> dict[str, Any]:
         """Measured as at a first start, and what is done with it."""
@@ -306,15 +269,6 @@ class ModelCases:
             return self._greedy(**settings)
         finally:
             opening.warm_up_gpu = original
-
-
-def _last_logits(context: Context, prompt: list[int], tokens: list[int]) -> np.ndarray:
-    """Logits [n_vocab] after the prompt and `tokens`, which are decoded one by one."""
-    context.clear()
-    logits = context.decode(prompt, phase=Phase.PREFILL, logits="last")
-    for token in tokens:
-        logits = context.decode([token], phase=Phase.DECODE, logits="last")
-    return np.array(logits[0])
 
 
 def main(arguments: list[str]) -> None:

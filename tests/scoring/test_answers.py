@@ -10,10 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moeedge.errors import DatasetError, InputError
-from moeedge.scoring import answers
+from moeedge.errors import DatasetError
 from moeedge.scoring.answers import (
-    LETTERS,
     NOT_RUN,
     SCORERS,
     Reference,
@@ -91,14 +89,6 @@ def test_lists(answer: str, items: list[str]) -> None:
 
 _MARKS = ["####", "answer", "is", "(A)", "B", "\\boxed{", "}", "$", "-", ",", ".", "1", "23", "\n", " ", "*"]
 _PIECES = st.lists(st.sampled_from(_MARKS) | st.text(max_size=3)).map("".join)
-
-
-@given(_PIECES | st.text())
-def test_any_text_can_be_parsed(answer: str) -> None:
-    number, letter = last_number(answer), chosen_letter(answer)
-    assert number is None or isinstance(number, Decimal)
-    assert letter is None or (len(letter) == 1 and letter in LETTERS)
-    assert all(item.strip() for item in listed_items(answer))
 
 
 @given(st.decimals(allow_nan=False, allow_infinity=False, min_value=-(10**12), max_value=10**12, places=2))
@@ -210,14 +200,6 @@ def test_rouge_l_is_graded() -> None:
     assert _value({**row, "max_words": 2}, "the cat sat on the mat") == 0.0
 
 
-def test_missing_rouge_score_hints_at_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers.rouge_scorer.cache_clear()
-    monkeypatch.setitem(__import__("sys").modules, "rouge_score.rouge_scorer", None)
-    with pytest.raises(InputError, match=r'pip install "moeedge\[score\]"'):
-        answers.rouge_scorer()
-    answers.rouge_scorer.cache_clear()
-
-
 @pytest.mark.parametrize(
     ("row", "said"),
     [
@@ -261,7 +243,7 @@ def test_rows_round_trip() -> None:
 @given(
     st.sampled_from([name for name in SCORERS if name not in ("code", "rouge-l")]),
     st.lists(st.sampled_from(["1", "B", "yes", "a.b", "(", "é"]), min_size=1, max_size=3),
-    st.text(),
+    _PIECES | st.text(),
 )
 def test_any_answer_gets_a_score(scorer: str, expect: list[str], answer: str) -> None:
     try:

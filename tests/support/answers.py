@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-from moeedge.bench.quality import check_answers, logits_in, stop_tokens
+from moeedge.bench.quality import check_answers, logits_in
 from moeedge.bench.records import Setup
 from moeedge.bench.samples import Sample
 from moeedge.engine.session import Session
@@ -15,7 +15,7 @@ from moeedge.engine.session import Session
 def assert_equal_answers(session: Session, prompt: Sequence[int], expected: list[int], tokens: list[int]) -> None:
     """Equal token by token; a difference would have to be a near-tie of the session's target."""
     base, own = (Sample("", "", 0, 0, 0, tokens=each, prompt_ids=list(prompt)) for each in (expected, tokens))
-    check = check_answers([own], [base], logits_in(session.target), stop_tokens(session.model))
+    check = check_answers([own], [base], logits_in(session.target), session.model.eog_tokens)
     assert check.passed, check
 
 

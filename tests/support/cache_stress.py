@@ -102,7 +102,6 @@ class Stress:
         self.n_checked += 1
 
     def clear(self) -> None:
-        """Empties the cache every so often."""
         while not self.is_over():
             time.sleep(0.05)
             self.cache.clear()

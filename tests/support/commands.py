@@ -58,6 +58,5 @@ def all_commands() -> dict[str, Any]:
 
 
 def option_names() -> set[str]:
-    """The spellings of all options."""
     options = [option for command in all_commands().values() for option in command.params]
     return {name for option in options for name in (*option.opts, *option.secondary_opts)}

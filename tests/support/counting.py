@@ -132,8 +132,6 @@ class Unavailable(Exception):
 
 
 class CountingDevice:
-    """The registered device."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
         self._ggml = ggml()
@@ -234,7 +232,6 @@ def compile_device() -> Path:
 
 
 def _run_all(commands: Iterable[list[str]]) -> None:
-    """Runs them at the same time."""
     running = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
     for process in running:
         _, errors = process.communicate()

@@ -6,7 +6,6 @@ import ctypes
 from collections.abc import Sequence
 from ctypes import CFUNCTYPE, c_bool, c_char_p, c_float, c_int, c_int64, c_size_t, c_void_p
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import gguf
@@ -14,9 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.llama import library
-from tests.support.raw_ggml import call, find_device, new_context
+from tests.support.raw_ggml import F32, I32, Graph, Queue, find_device, ggml
 
-_F32, _I32 = 0, 26  # enum ggml_type
 _N_DISTINCT_ROWS = 64  # the others repeat them: quantizing takes long
 
 
@@ -32,16 +30,14 @@ class BlockShape:
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes of an expert's three matrices."""
         per_block, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[self.type]]
         return 3 * self.n_embd * self.n_ff // per_block * block_bytes
 
 
 def _proc(device: int, name: str, prototype: Any) -> Any:
     """A function that the device's backend offers by name."""
-    registry = call("ggml_backend_dev_backend_reg", c_void_p, [c_void_p], device)
-    address = call("ggml_backend_reg_get_proc_address", c_void_p, [c_void_p, c_char_p], registry, name.encode())
-    return prototype(address)
+    registry = ggml("ggml_backend_dev_backend_reg", device)
+    return prototype(ggml("ggml_backend_reg_get_proc_address", registry, name.encode()))
 
 
 def _repacked_buffer_type() -> int | None:
@@ -50,32 +46,28 @@ def _repacked_buffer_type() -> int | None:
     for index in range(16):
         if not found or not found[index]:
             return None
-        if call("ggml_backend_buft_name", c_char_p, [c_void_p], found[index]) == b"CPU_REPACK":
+        if ggml("ggml_backend_buft_name", found[index], result=c_char_p) == b"CPU_REPACK":
             return int(found[index])
     return None
 
 
-class Engine:
+class Engine(Queue):
     """A backend instance: "CPU" is ggml's, "MOEEDGE" ours."""
 
     def __init__(self, name: str, n_threads: int) -> None:
         library.start()
-        device = find_device(name)
-        self.handle = call("ggml_backend_dev_init", c_void_p, [c_void_p, c_char_p], device, None)
-        _proc(device, "ggml_backend_set_n_threads", CFUNCTYPE(None, c_void_p, c_int))(self.handle, n_threads)
+        super().__init__(name)
+        _proc(self.device, "ggml_backend_set_n_threads", CFUNCTYPE(None, c_void_p, c_int))(self.handle, n_threads)
 
-    def compute(self, graph: int) -> None:
+    def compute(self, graph: int) -> int:
         """Computes a graph; raises RuntimeError if it fails."""
-        status = call("ggml_backend_graph_compute", c_int, [c_void_p, c_void_p], self.handle, graph)
+        status = ggml("ggml_backend_graph_compute", self.handle, graph, result=c_int)
         if status != 0:
             raise RuntimeError(f"ggml's status is {status}")
-
-    def close(self) -> None:
-        """Frees the instance."""
-        call("ggml_backend_free", None, [c_void_p], self.handle)
+        return int(status)
 
 
-class Experts:
+class Experts(Graph):
     """The matrices of a layer's experts, with random values; a context manager.
 
     repacked: as llama.cpp keeps them for the CPU by default, where ggml has such a layout for the type. roles: which of
@@ -91,70 +83,42 @@ class Experts:
         roles: tuple[str, ...] = ("up", "gate", "down"),
     ) -> None:
         library.start()
+        super().__init__()
         self.shape = shape
-        self._context = new_context()
         self._type = int(gguf.GGMLQuantizationType[shape.type])
         rng = np.random.default_rng(seed)
-        sizes = {
-            "up": (shape.n_embd, shape.n_ff),
-            "gate": (shape.n_embd, shape.n_ff),
-            "down": (shape.n_ff, shape.n_embd),
-        }
-        sizes = {role: sizes[role] for role in roles}
-        types = [c_void_p, c_int, c_int64, c_int64, c_int64]
-        self.tensors = {
-            role: call("ggml_new_tensor_3d", c_void_p, types, self._context, self._type, *size, shape.n_experts)
-            for role, size in sizes.items()
-        }
-        buffer_type = _repacked_buffer_type() if repacked else None
-        if buffer_type is None:
-            buffer_type = call("ggml_backend_cpu_buffer_type", c_void_p, [])
-        allocate = "ggml_backend_alloc_ctx_tensors_from_buft"
-        self._buffer = call(allocate, c_void_p, [c_void_p, c_void_p], self._context, buffer_type)
+        wide, narrow = (shape.n_embd, shape.n_ff), (shape.n_ff, shape.n_embd)
+        sizes = {role: narrow if role == "down" else wide for role in roles}
+        self.tensors = {role: self.tensor(self._type, *size, shape.n_experts) for role, size in sizes.items()}
+        self.allocate(_repacked_buffer_type() if repacked else None)
         for role, (n_in, n_out) in sizes.items():
             self._fill(self.tensors[role], n_in, n_out * shape.n_experts, rng)
 
     def _fill(self, tensor: int, n_in: int, n_rows: int, rng: np.random.Generator) -> None:
         n_distinct = min(_N_DISTINCT_ROWS, n_rows)
         values = np.ascontiguousarray(rng.standard_normal((n_distinct, n_in)) / np.sqrt(n_in), np.float32)
-        row_bytes = int(call("ggml_row_size", c_size_t, [c_int, c_int64], self._type, n_in))
-        rows = np.empty((n_distinct, row_bytes), np.uint8)
-        types = [c_int, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p]
-        quantize = ("ggml_quantize_chunk", c_size_t, types)
-        call(*quantize, self._type, values.ctypes.data, rows.ctypes.data, 0, n_distinct, n_in, None)
+        kind, sizes = c_int(self._type), (c_int64(0), c_int64(n_distinct), c_int64(n_in))
+        rows = np.empty((n_distinct, ggml("ggml_row_size", kind, c_int64(n_in), result=c_size_t)), np.uint8)
+        addresses = (values.ctypes.data, rows.ctypes.data)
+        ggml("ggml_quantize_chunk", kind, *addresses, *sizes, None, result=c_size_t)
         # another order for each repetition, so that experts differ
         order = np.concatenate([rng.permutation(n_distinct) for _ in range(-(-n_rows // n_distinct))])[:n_rows]
         data = np.ascontiguousarray(rows[order])
-        call(
-            "ggml_backend_tensor_set",
-            None,
-            [c_void_p, c_void_p, c_size_t, c_size_t],
-            tensor,
-            data.ctypes.data,
-            0,
-            data.nbytes,
-        )
+        ggml("ggml_backend_tensor_set", tensor, data.ctypes.data, c_size_t(0), c_size_t(data.nbytes), result=None)
 
     @property
     def up_address(self) -> int:
         """Where up's matrices are in memory."""
-        return int(call("ggml_get_data", c_void_p, [c_void_p], self.tensors["up"]))
+        return int(ggml("ggml_get_data", self.tensors["up"]))
 
     def __enter__(self) -> Experts:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
-    def close(self) -> None:
-        """Frees the memory."""
-        call("ggml_backend_buffer_free", None, [c_void_p], self._buffer)
-        call("ggml_free", None, [c_void_p], self._context)
 
-
-class ExpertBlock:
+class ExpertBlock(Graph):
     """The graph for batches of `n_tokens`; `run` computes it.
 
     summed: as llama.cpp builds a block, from the router's logits to the sum over a token's experts and the addition of
@@ -163,94 +127,74 @@ class ExpertBlock:
     """
 
     def __init__(self, experts: Experts, n_tokens: int, *, summed: bool = False, biases: Sequence[str] = ()) -> None:
+        super().__init__()
         shape = experts.shape
-        self._context = new_context()
-        new_3d = ("ggml_new_tensor_3d", c_void_p, [c_void_p, c_int, c_int64, c_int64, c_int64])
-        new_2d = ("ggml_new_tensor_2d", c_void_p, [c_void_p, c_int, c_int64, c_int64])
-        matmul = ("ggml_mul_mat_id", c_void_p, [c_void_p] * 4)
-        self._x = call(*new_3d, self._context, _F32, shape.n_embd, 1, n_tokens)
-        self.graph = call("ggml_new_graph", c_void_p, [c_void_p], self._context)
-        expand = ("ggml_build_forward_expand", None, [c_void_p] * 2, self.graph)
-        logits = call(*new_2d, self._context, _F32, shape.n_experts, n_tokens)
+        x, logits = self.tensor(F32, shape.n_embd, 1, n_tokens), self.tensor(F32, shape.n_experts, n_tokens)
         if summed:
-            self._ids, self._weights = self._router(logits, shape, n_tokens)
-            call(*expand, self._weights)
+            ids, weights = self._router(logits, shape, n_tokens)
+            self.expand(weights)
         else:
-            self._ids = call(*new_2d, self._context, _I32, shape.n_used, n_tokens)
-            self._weights = call(*new_3d, self._context, _F32, 1, shape.n_used, n_tokens)
-        up = call(*matmul, self._context, experts.tensors["up"], self._x, self._ids)
-        gate = call(*matmul, self._context, experts.tensors["gate"], self._x, self._ids)
+            ids, weights = self.tensor(I32, shape.n_used, n_tokens), self.tensor(F32, 1, shape.n_used, n_tokens)
         widths = {"up": shape.n_ff, "gate": shape.n_ff, "down": shape.n_embd}
-        own_biases = {role: call(*new_2d, self._context, _F32, n, shape.n_experts) for role, n in widths.items()}
+        own_biases = {role: self.tensor(F32, n, shape.n_experts) for role, n in widths.items()}
         for bias in own_biases.values():  # weights, whose memory is not used again
-            call("ggml_set_output", None, [c_void_p], bias)
+            ggml("ggml_set_output", bias, result=None)
 
-        def biased(value: int, role: str) -> int:
-            added = ("ggml_add_id", c_void_p, [c_void_p] * 4)
-            return int(call(*added, self._context, value, own_biases[role], self._ids)) if role in biases else value
+        def multiplied(role: str, values: int) -> int:
+            product = self.op("mul_mat_id", experts.tensors[role], values, ids)
+            return self.op("add_id", product, own_biases[role], ids) if role in biases else product
 
-        gate, up = biased(gate, "gate"), biased(up, "up")
+        up, gate = multiplied("up", x), multiplied("gate", x)
         if biases:
-            oai = ("ggml_swiglu_oai", c_void_p, [*[c_void_p] * 3, c_float, c_float])
-            act = call(*oai, self._context, gate, up, 1.702, 7.0)
+            act = self.op("swiglu_oai", gate, up, c_float(1.702), c_float(7.0))
         else:
-            act = call("ggml_swiglu_split", c_void_p, [c_void_p] * 3, self._context, gate, up)
-        down = biased(call(*matmul, self._context, experts.tensors["down"], act, self._ids), "down")
-        self._out = call("ggml_mul", c_void_p, [c_void_p] * 3, self._context, down, self._weights)
-        added = call(*new_2d, self._context, _F32, shape.n_embd, n_tokens)
+            act = self.op("swiglu_split", gate, up)
+        out = self.op("mul", multiplied("down", act), weights)
+        added = self.tensor(F32, shape.n_embd, n_tokens)
         out_shape: tuple[int, ...] = (n_tokens, shape.n_used, shape.n_embd)
         if summed:
-            row, view = 4 * shape.n_embd, ("ggml_view_2d", c_void_p, [c_void_p] * 2 + [c_int64] * 2 + [c_size_t] * 2)
-            call(*expand, self._out)
-            places = [
-                call(*view, self._context, self._out, shape.n_embd, n_tokens, shape.n_used * row, place * row)
-                for place in range(shape.n_used)
-            ]
-            for place in places:
-                call(*expand, place)
-            for other in [*places[1:], added]:
-                places[0] = call("ggml_add", c_void_p, [c_void_p] * 3, self._context, places[0], other)
-                call(*expand, places[0])
-            self._out, out_shape = places[0], (n_tokens, shape.n_embd)
-        call(*expand, self._out)
-        buffer_type = call("ggml_backend_cpu_buffer_type", c_void_p, [])
-        self._buffer = self._allocator = None
+            out, out_shape = self._summed(out, added, shape, n_tokens), (n_tokens, shape.n_embd)
+        self.expand(out)
+        self._allocator = None
         if summed:
-            self._allocator = call("ggml_gallocr_new", c_void_p, [c_void_p], buffer_type)
-            assert call("ggml_gallocr_alloc_graph", c_bool, [c_void_p] * 2, self._allocator, self.graph)
+            self._allocator = ggml("ggml_gallocr_new", ggml("ggml_backend_cpu_buffer_type"))
+            assert ggml("ggml_gallocr_alloc_graph", self._allocator, self.graph, result=c_bool)
         else:
-            allocate = "ggml_backend_alloc_ctx_tensors_from_buft"
-            self._buffer = call(allocate, c_void_p, [c_void_p, c_void_p], self._context, buffer_type)
-        self.input = self._array(self._x, c_float, (n_tokens, shape.n_embd))
-        self.out = self._array(self._out, c_float, out_shape)
-        self._others = [self._array(own_biases[role], c_float, (shape.n_experts, widths[role])) for role in biases]
+            self.allocate()
+        self.input = self.array(x, c_float, n_tokens, shape.n_embd)
+        self.out = self.array(out, c_float, *out_shape)
+        self._others = [self.array(own_biases[role], c_float, shape.n_experts, widths[role]) for role in biases]
         if summed:
-            self._others.append(self._array(added, c_float, (n_tokens, shape.n_embd)))
-            self._others.append(self._array(logits, c_float, (n_tokens, shape.n_experts)))
+            self._others.append(self.array(added, c_float, n_tokens, shape.n_embd))
+            self._others.append(self.array(logits, c_float, n_tokens, shape.n_experts))
         else:
-            self.ids = self._array(self._ids, c_int, (n_tokens, shape.n_used))
-            weights = self._array(self._weights, c_float, (n_tokens, shape.n_used))
-            weights[:] = np.linspace(0.9, 0.01, weights.size, dtype=np.float32).reshape(weights.shape)
+            self.ids = self.array(ids, c_int, n_tokens, shape.n_used)
+            factors = self.array(weights, c_float, n_tokens, shape.n_used)
+            factors[:] = np.linspace(0.9, 0.01, factors.size, dtype=np.float32).reshape(factors.shape)
 
     def _router(self, logits: int, shape: BlockShape, n_tokens: int) -> tuple[int, int]:
         """Ids and weights as of Qwen3 and DeepSeek."""
-        context = self._context
-        reshape_2d = ("ggml_reshape_2d", c_void_p, [c_void_p, c_void_p, c_int64, c_int64])
-        reshape_3d = ("ggml_reshape_3d", c_void_p, [c_void_p, c_void_p, *[c_int64] * 3])
-        probs = call("ggml_soft_max", c_void_p, [c_void_p] * 2, context, logits)
-        ids = call("ggml_argsort_top_k", c_void_p, [c_void_p, c_void_p, c_int], context, probs, shape.n_used)
-        rows = call(*reshape_3d, context, probs, 1, shape.n_experts, n_tokens)
-        weights = call("ggml_get_rows", c_void_p, [c_void_p] * 3, context, rows, ids)
-        weights = call(*reshape_2d, context, weights, shape.n_used, n_tokens)
-        total = call("ggml_sum_rows", c_void_p, [c_void_p] * 2, context, weights)
-        total = call("ggml_clamp", c_void_p, [c_void_p] * 2 + [c_float] * 2, context, total, 6.1e-5, float("inf"))
-        weights = call("ggml_div", c_void_p, [c_void_p] * 3, context, weights, total)
-        weights = call(*reshape_3d, context, weights, 1, shape.n_used, n_tokens)
-        return ids, call("ggml_scale", c_void_p, [c_void_p, c_void_p, c_float], context, weights, 2.5)
+        by_token, alone = (c_int64(shape.n_used), c_int64(n_tokens)), c_int64(1)
+        probs = self.op("soft_max", logits)
+        ids = self.op("argsort_top_k", probs, c_int(shape.n_used))
+        rows = self.op("reshape_3d", probs, alone, c_int64(shape.n_experts), c_int64(n_tokens))
+        weights = self.op("reshape_2d", self.op("get_rows", rows, ids), *by_token)
+        total = self.op("clamp", self.op("sum_rows", weights), c_float(6.1e-5), c_float(float("inf")))
+        weights = self.op("reshape_3d", self.op("div", weights, total), alone, *by_token)
+        return ids, self.op("scale", weights, c_float(2.5))
 
-    def _array(self, tensor: int, kind: Any, shape: tuple[int, ...]) -> NDArray[Any]:
-        address = call("ggml_get_data", c_void_p, [c_void_p], tensor)
-        return np.ctypeslib.as_array(ctypes.cast(address, ctypes.POINTER(kind)), shape)
+    def _summed(self, out: int, added: int, shape: BlockShape, n_tokens: int) -> int:
+        """The sum over a token's experts and of `added`, in the order of llama.cpp's nodes."""
+        row = 4 * shape.n_embd
+        self.expand(out)
+        sizes = (c_int64(shape.n_embd), c_int64(n_tokens), c_size_t(shape.n_used * row))
+        places = [self.op("view_2d", out, *sizes, c_size_t(place * row)) for place in range(shape.n_used)]
+        for place in places:
+            self.expand(place)
+        total = places[0]
+        for other in (*places[1:], added):
+            total = self.expand(self.op("add", total, other))
+        return total
 
     def run(self, engine: Engine, input_: NDArray[np.float32], ids: NDArray[np.int32]) -> NDArray[np.float32]:
         """Returns weighted outputs [n_tokens, n_used, n_embd] of input_ [n_tokens, n_embd], ids [n_tokens, n_used].
@@ -268,36 +212,20 @@ class ExpertBlock:
         return self.out.copy()
 
     def close(self) -> None:
-        """Frees the memory."""
-        call("ggml_gallocr_free", None, [c_void_p], self._allocator)
-        call("ggml_backend_buffer_free", None, [c_void_p], self._buffer)
-        call("ggml_free", None, [c_void_p], self._context)
+        ggml("ggml_gallocr_free", self._allocator, result=None)
+        super().close()
 
 
-class DenseMatmul:
+class DenseMatmul(Graph):
     """The graph that multiplies a matrix with columns of random values, the same ones in each graph."""
 
     def __init__(self, matrix: int, n_in: int, n_out: int, n_tokens: int) -> None:
-        context = self._context = new_context()
-        x = call("ggml_new_tensor_2d", c_void_p, [c_void_p, c_int, c_int64, c_int64], context, _F32, n_in, n_tokens)
-        self.graph = call("ggml_new_graph", c_void_p, [c_void_p], context)
-        product = call("ggml_mul_mat", c_void_p, [c_void_p] * 3, context, matrix, x)
-        call("ggml_build_forward_expand", None, [c_void_p] * 2, self.graph, product)
-        buffer_type = call("ggml_backend_cpu_buffer_type", c_void_p, [])
-        allocate = "ggml_backend_alloc_ctx_tensors_from_buft"
-        self._buffer = call(allocate, c_void_p, [c_void_p] * 2, context, buffer_type)
-        self.out = self._values(product, (n_tokens, n_out))
-        self.input = self._values(x, (n_tokens, n_in))
+        super().__init__()
+        x = self.tensor(F32, n_in, n_tokens)
+        product = self.expand(self.op("mul_mat", matrix, x))
+        self.allocate()
+        self.out, self.input = self.array(product, c_float, n_tokens, n_out), self.array(x, c_float, n_tokens, n_in)
         self.input[:] = np.random.default_rng(0).standard_normal((n_tokens, n_in))
-
-    def close(self) -> None:
-        """Frees the memory."""
-        call("ggml_backend_buffer_free", None, [c_void_p], self._buffer)
-        call("ggml_free", None, [c_void_p], self._context)
-
-    def _values(self, tensor: int, shape: tuple[int, int]) -> NDArray[np.float32]:
-        data = call("ggml_get_data", c_void_p, [c_void_p], tensor)
-        return np.ctypeslib.as_array(ctypes.cast(data, ctypes.POINTER(ctypes.c_float)), shape)
 
 
 def spread_experts(chosen: NDArray[np.int64], n_tokens: int, n_used: int) -> NDArray[np.int32]:

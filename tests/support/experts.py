@@ -57,7 +57,6 @@ class ExpertFile:
 
 
 def model_experts(path: Path) -> ExpertFile:
-    """Those of a model in one file."""
     from moeedge.llama.gguf_file import expert_tensors  # which loads llama.cpp
 
     tensors, _ = expert_tensors(path)

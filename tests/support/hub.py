@@ -24,8 +24,6 @@ _REPO = "(?:datasets/)?[^/]+/[^/]+"
 
 @dataclass(frozen=True)
 class HubRequest:
-    """One request."""
-
     method: str
     path: str
     range: str | None = None

@@ -1,19 +1,19 @@
-"""ggml's C interface as far as tests of devices and kernels use it: calls, tensors on a device, queues, events."""
+"""ggml's C interface as far as tests of devices and kernels use it: calls, tensors and graphs, queues, events."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
-from ctypes import c_bool, c_char_p, c_int, c_int64, c_size_t, c_void_p
+from ctypes import c_bool, c_char_p, c_float, c_int, c_int64, c_size_t, c_void_p
+from functools import cache
 from typing import Any
 
+import llama_cpp
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.llama.library import ggml_function
-
-_F32 = 0
+F32, Q4_K, I32 = 0, 12, 26  # enum ggml_type
 _CONTEXT_BYTES = 1 << 20
 
 
@@ -23,19 +23,69 @@ class _InitParams(ctypes.Structure):
     _fields_ = (("size", c_size_t), ("memory", c_void_p), ("no_alloc", c_bool))
 
 
+@cache
+def _function(name: str, result: Any, types: tuple[Any, ...]) -> Any:
+    function = ctypes.CDLL(llama_cpp.llama_cpp._lib._name)[name]  # an object of its own: the product has others
+    function.restype, function.argtypes = result, types
+    return function
+
+
 def call(name: str, result: Any, types: list[Any], *arguments: Any) -> Any:
     """Calls a function of libggml or libggml-base."""
-    return ggml_function(name, result, *types)(*arguments)
+    return _function(name, result, tuple(types))(*arguments)
+
+
+def ggml(name: str, *arguments: Any, result: Any = c_void_p) -> Any:
+    """The same with types from the arguments: plain integers and None are pointers, numbers come as ctypes objects."""
+    typed = (ctypes._SimpleCData, ctypes.Structure)
+    types = [type(a) if isinstance(a, typed) else c_char_p if isinstance(a, bytes) else c_void_p for a in arguments]
+    return _function(name, result, tuple(types))(*arguments)
 
 
 def new_context() -> int:
     """A ggml context for tensors whose data are allocated elsewhere."""
-    return int(call("ggml_init", c_void_p, [_InitParams], _InitParams(_CONTEXT_BYTES, None, True)))
+    return int(ggml("ggml_init", _InitParams(_CONTEXT_BYTES, None, True)))
 
 
 def find_device(name: str) -> int:
-    """The registered device of that name."""
-    return int(call("ggml_backend_dev_by_name", c_void_p, [c_char_p], name.encode()))
+    return int(ggml("ggml_backend_dev_by_name", name.encode()))
+
+
+class Graph:
+    """Tensors, operations on them, and a ggml graph that computes these."""
+
+    def __init__(self) -> None:
+        self._context = new_context()
+        self.graph = int(ggml("ggml_new_graph", self._context))
+        self.buffer: int | None = None
+
+    def tensor(self, kind: int, *ne: int) -> int:
+        """A tensor of up to four dimensions, without memory yet."""
+        sizes = (c_int64 * 4)(*ne, *[1] * (4 - len(ne)))
+        return self.op("new_tensor", c_int(kind), c_int(len(ne)), ctypes.addressof(sizes))
+
+    def op(self, name: str, *arguments: Any) -> int:
+        """The result of the operation ggml_NAME; arguments as in `ggml`."""
+        return int(ggml(f"ggml_{name}", self._context, *arguments))
+
+    def expand(self, tensor: int) -> int:
+        """Adds a tensor to those that the graph computes."""
+        ggml("ggml_build_forward_expand", self.graph, tensor, result=None)
+        return tensor
+
+    def allocate(self, buffer_type: int | None = None) -> None:
+        """Gives all tensors memory of that type, by default the CPU's; `buffer` is None where there is too little."""
+        buffer_type = buffer_type or ggml("ggml_backend_cpu_buffer_type")
+        self.buffer = ggml("ggml_backend_alloc_ctx_tensors_from_buft", self._context, buffer_type)
+
+    def array(self, tensor: int, kind: Any, *shape: int) -> NDArray[Any]:
+        """A view of a tensor in the CPU's memory."""
+        address = ggml("ggml_get_data", tensor)
+        return np.ctypeslib.as_array(ctypes.cast(address, ctypes.POINTER(kind)), shape)
+
+    def close(self) -> None:
+        ggml("ggml_backend_buffer_free", self.buffer, result=None)
+        ggml("ggml_free", self._context, result=None)
 
 
 class Queue:
@@ -43,87 +93,69 @@ class Queue:
 
     def __init__(self, device: str) -> None:
         self.device = find_device(device)
-        self.handle = call("ggml_backend_dev_init", c_void_p, [c_void_p, c_char_p], self.device, None)
+        self.handle = ggml("ggml_backend_dev_init", self.device, None)
 
     def set(self, tensor: int, values: NDArray[Any]) -> None:
         """Queues a copy to the tensor; `values` must stay as they are until it is done."""
-        self._transfer("ggml_backend_tensor_set_async", tensor, values)
+        ggml("ggml_backend_tensor_set_async", self.handle, tensor, *_memory(values), result=None)
 
     def get(self, tensor: int, values: NDArray[Any]) -> None:
         """Queues a copy to `values`."""
-        self._transfer("ggml_backend_tensor_get_async", tensor, values)
-
-    def _transfer(self, name: str, tensor: int, values: NDArray[Any]) -> None:
-        types = [c_void_p, c_void_p, c_void_p, c_size_t, c_size_t]
-        call(name, None, types, self.handle, tensor, values.ctypes.data, 0, values.nbytes)
+        ggml("ggml_backend_tensor_get_async", self.handle, tensor, *_memory(values), result=None)
 
     def copy_from(self, other: Queue, source: int, target: int) -> None:
         """Queues a copy of `source`, of the other queue, to `target`, of this one."""
-        types = [c_void_p] * 4
-        call("ggml_backend_tensor_copy_async", None, types, other.handle, self.handle, source, target)
+        ggml("ggml_backend_tensor_copy_async", other.handle, self.handle, source, target, result=None)
 
     def compute(self, graph: int) -> int:
         """Launches a graph; returns ggml's status."""
-        return int(call("ggml_backend_graph_compute_async", c_int, [c_void_p] * 2, self.handle, graph))
+        return int(ggml("ggml_backend_graph_compute_async", self.handle, graph, result=c_int))
 
     def synchronize(self) -> None:
         """Waits for everything in the queue."""
-        call("ggml_backend_synchronize", None, [c_void_p], self.handle)
+        ggml("ggml_backend_synchronize", self.handle, result=None)
 
     def record(self, event: int) -> None:
-        """Records an event."""
-        call("ggml_backend_event_record", None, [c_void_p] * 2, event, self.handle)
+        ggml("ggml_backend_event_record", event, self.handle, result=None)
 
     def wait_for(self, event: int) -> None:
         """Lets the queue, not the host, wait for an event."""
-        call("ggml_backend_event_wait", None, [c_void_p] * 2, self.handle, event)
+        ggml("ggml_backend_event_wait", self.handle, event, result=None)
 
     def new_event(self) -> int:
-        """An event of the queue's device."""
-        return int(call("ggml_backend_event_new", c_void_p, [c_void_p], self.device))
+        return int(ggml("ggml_backend_event_new", self.device))
 
     def close(self) -> None:
-        """Ends the queue."""
-        call("ggml_backend_free", None, [c_void_p], self.handle)
+        ggml("ggml_backend_free", self.handle, result=None)
+
+
+def _memory(values: NDArray[Any]) -> tuple[int, c_size_t, c_size_t]:
+    return values.ctypes.data, c_size_t(0), c_size_t(values.nbytes)
 
 
 def synchronize_event(event: int) -> None:
     """Lets the host wait for an event."""
-    call("ggml_backend_event_synchronize", None, [c_void_p], event)
+    ggml("ggml_backend_event_synchronize", event, result=None)
 
 
 def blocking_get(tensor: int, values: NDArray[Any]) -> None:
     """Copies the tensor to `values` outside all queues."""
-    types = [c_void_p, c_void_p, c_size_t, c_size_t]
-    call("ggml_backend_tensor_get", None, types, tensor, values.ctypes.data, 0, values.nbytes)
+    ggml("ggml_backend_tensor_get", tensor, *_memory(values), result=None)
 
 
-class Tensors:
-    """float32 tensors [n] on a device, and graphs of them."""
+class Tensors(Graph):
+    """float32 tensors [n] on a device, and the graph of double = 2 x."""
 
     def __init__(self, queue: Queue, n: int, names: list[str]) -> None:
-        self._context = new_context()
-        types = [c_void_p, c_int, c_int64]
-        self.by_name: dict[str, int] = {}
-        for name in names:
-            tensor = call("ggml_new_tensor_1d", c_void_p, types, self._context, _F32, n)
-            call("ggml_set_name", c_void_p, [c_void_p, c_char_p], tensor, name.encode())
-            self.by_name[name] = tensor
-        double = call("ggml_scale", c_void_p, [c_void_p, c_void_p, ctypes.c_float], self._context, self["x"], 2.0)
-        call("ggml_set_name", c_void_p, [c_void_p, c_char_p], double, b"double")
-        self.by_name["double"] = double
-        self.graph = call("ggml_new_graph", c_void_p, [c_void_p], self._context)
-        call("ggml_build_forward_expand", None, [c_void_p] * 2, self.graph, double)
-        allocate = "ggml_backend_alloc_ctx_tensors"
-        self.buffer = call(allocate, c_void_p, [c_void_p] * 2, self._context, queue.handle)
+        super().__init__()
+        self.by_name = {name: self.tensor(F32, n) for name in names}
+        self.by_name["double"] = self.expand(self.op("scale", self["x"], c_float(2.0)))
+        for name, tensor in self.by_name.items():
+            ggml("ggml_set_name", tensor, name.encode())
+        self.allocate(ggml("ggml_backend_dev_buffer_type", queue.device))
 
     def __getitem__(self, name: str) -> int:
         return self.by_name[name]
-
-    def close(self) -> None:
-        """Frees the memory."""
-        call("ggml_backend_buffer_free", None, [c_void_p], self.buffer)
-        call("ggml_free", None, [c_void_p], self._context)
 
 
 @contextmanager

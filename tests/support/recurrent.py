@@ -13,7 +13,6 @@ LAYERS, EMBD, INNER, STATE, CONV, RANK = 2, 32, 64, 16, 4, 4
 
 
 def make_mamba(path: Path) -> Path:
-    """Writes the model to `path`."""
     rng = np.random.default_rng(0)
     writer = gguf.GGUFWriter(path, "mamba")
     writer.add_block_count(LAYERS)

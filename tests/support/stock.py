@@ -194,7 +194,6 @@ class StockContext:
         return list(out[:n_tokens])
 
     def close(self) -> None:
-        """Frees context and model."""
         llama_cpp.llama_free(self.context)
         llama_cpp.llama_model_free(self.model)
 
@@ -283,7 +282,6 @@ def _read(tensor: GgmlTensor, dtype: type[np.generic]) -> np.ndarray:
 
 
 def tap_context(path: Path, **options: Any) -> tuple[StockContext, RouterTap]:
-    """A stock context whose routers are recorded."""
     tap = RouterTap()
     callback: Callable[[int, bool, int | None], bool] = tap
     return StockContext(path, callback=callback, **options), tap
@@ -294,7 +292,6 @@ TRANSCRIPT = ((40, 0), (1, 0), (1, 0), (9, 4), (1, 0), (9, 0), (17, 9), (1, 0))
 
 
 def transcript_tokens(seed: int = 1) -> list[int]:
-    """The tokens of a transcript."""
     n_tokens = sum(appended for appended, _ in TRANSCRIPT)
     return np.random.default_rng(seed).integers(0, 256, n_tokens).tolist()
 

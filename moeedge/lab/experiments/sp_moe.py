@@ -38,7 +38,7 @@ from moeedge import paths
 from moeedge.bench.arms import load_models, open_arm
 from moeedge.bench.config import MODES, REFERENCE, BenchMode
 from moeedge.bench.experiment import BenchArm, Conversations
-from moeedge.bench.quality import check_answers, logits_in, stop_tokens
+from moeedge.bench.quality import check_answers, logits_in
 from moeedge.bench.samples import Sample
 from moeedge.data.prompts import Prompt
 from moeedge.engine.session import Session
@@ -156,7 +156,7 @@ def run_ablation(
             run.say(note)
         work = partial(Conversations, name="", warms_up=False, n_predict=n_predict, ignore_eos=True)
         expected = list(work(prompts=first_turns).samples([stock], [0]))
-        logits_at, end_tokens = logits_in(stock.session.target), stop_tokens(models[0])
+        logits_at, end_tokens = logits_in(stock.session.target), models[0].eog_tokens
         list(work(prompts=first_turns[:1]).samples(arms, [0]))  # warms up
         before = {arm.mode.label: _counts(arm.session) for arm in arms}
         samples: dict[str, list[Sample]] = {arm.mode.label: [] for arm in arms}

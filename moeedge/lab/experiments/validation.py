@@ -154,7 +154,7 @@ def _recorded_answer(
 ) -> Sample:
     """Answers `text` from empty KV caches. Transfers go on into the next answer, as they do in the simulation."""
     arm.session.reset()
-    prompt_ids = arm.prompt_tokens([{"role": "user", "content": text}])
+    prompt_ids = arm.session.model.chat_tokens([{"role": "user", "content": text}])
     if arm.session.target.sensor is not None:
         arm.session.target.sensor.frames()  # discards those of the calibration
     collector.begin(prompt_ids)
