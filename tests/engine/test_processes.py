@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import TinyFactory
-from tests.native.test_fork import PARENT, ROOT
+from tests.native.test_fork import PARENT
 
+ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 
 # in a file, which spawned children import
