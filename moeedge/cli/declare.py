@@ -175,12 +175,25 @@ def _declarations(command: Any) -> Iterator[tuple[Any, Any]]:
 def flatten(command: Callable[..., None], **defaults: Any) -> Callable[..., None]:
     """`command` as Typer needs it: every field of the dataclasses that it takes is an option of its own.
 
-    A parameter or field without an option stands for that of its name in OPTIONS; a field that has none there keeps its
-    default, and so does one of which the command has a parameter. Fields that are dataclasses are groups themselves.
-    defaults: of fields, where those of the command differ.
+    A command with a single dataclass `options` has the fields of that as parameters. A parameter or field without an
+    option stands for that of its name in OPTIONS; a field that has none there keeps its default, and so does one of
+    which the command has a parameter. Fields that are dataclasses are groups themselves. defaults: of fields, where
+    those of the command differ.
     """
-    own = inspect.signature(command).parameters
-    hints = get_type_hints(command, include_extras=True)
+    signature, own = inspect.signature(command), get_type_hints(command, include_extras=True)
+    own_defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
+    del own["return"]
+    call: Callable[..., Any] = command
+    if [*own] == ["options"]:
+        whole = own["options"]
+        own, own_defaults = (
+            get_type_hints(whole, include_extras=True),
+            {each.name: each.default for each in fields(whole)},
+        )
+
+        def call(**values: Any) -> None:
+            command(whole(**values))
+
     parameters: list[inspect.Parameter] = []
 
     def option_of(name: str, hint: Any) -> Any:
@@ -213,11 +226,11 @@ def flatten(command: Callable[..., None], **defaults: Any) -> Callable[..., None
                     hint, default = hint | None, None  # the text says it; see `made`
                 add(field.name, hint, default)
 
-    for name, parameter in own.items():
-        if is_dataclass(hints[name]):
-            add_fields(hints[name])
+    for name, hint in own.items():
+        if is_dataclass(hint):
+            add_fields(hint)
         else:
-            add(name, hints[name], parameter.default)
+            add(name, hint, own_defaults[name])
 
     def made(group: Any, values: dict[str, Any]) -> Any:
         arguments = {}
@@ -235,7 +248,7 @@ def flatten(command: Callable[..., None], **defaults: Any) -> Callable[..., None
                 values[parameter.name] = _value(option, values[parameter.name])
         if sum(value == Path("-") for value in values.values()) > 1:
             raise InputError("Only one option can read standard input (-).", "Give files for the others.")
-        command(**{name: made(hints[name], values) if is_dataclass(hints[name]) else values[name] for name in own})
+        call(**{name: made(hint, values) if is_dataclass(hint) else values[name] for name, hint in own.items()})
 
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
