@@ -98,10 +98,10 @@ class EngineOptions:
         files: where -m and -md are resolved already. default_draft: the value of -md where it is not given. auto_gamma:
         whether drafts are as long as pays, unless --draft-max is given; None: those of heads and n-grams without -md.
         """
-        from moeedge.cli.model_files import notify, resolve_models
+        from moeedge.cli.model_files import fetch_model, notify, resolve_models
 
         check_device(self.device)
-        files = files or resolve_models(self.model, self.model_draft or default_draft, download=True)
+        files = files or resolve_models(self.model, self.model_draft or default_draft, fetch=fetch_model)
         if self.cpu_moe and self.n_cpu_moe is not None:
             raise InputError("--cpu-moe and --n-cpu-moe cannot be used together.", "Leave out one of them.")
         gamma = self.draft_max
