@@ -14,15 +14,12 @@ from typing import Any
 
 import pytest
 import typer
-from typer.testing import CliRunner
 
 from moeedge import native
 from moeedge.cli import chat_run
-from moeedge.cli.chat_options import SamplingOptions, TemplateOptions
+from moeedge.cli.chat_options import TemplateOptions
 from moeedge.cli.engine_options import EngineOptions
 from moeedge.cli.model_files import ModelFiles, resolve_models
-from moeedge.cli.options import flatten
-from moeedge.engine.types import DEFAULT_SAMPLERS, SamplingConfig
 from moeedge.errors import EmptyPromptError
 from moeedge.hardware.host import concurrent_threads
 from moeedge.ui.chat.prompt import one_shot_prompt
@@ -150,23 +147,6 @@ def test_sources_of_drafts(tiny: TinyFactory, capfd: pytest.CaptureFixture[str])
     assert EngineOptions(model=plain).config().draft is None  # commands that compare nothing with it
 
 
-def test_pairs_that_the_options_name(bundled_pair: tuple[Path, Path]) -> None:
-    target, draft = bundled_pair
-    assert resolve_models(None, None) == ModelFiles(target, draft)
-    assert resolve_models(target, None) == ModelFiles(target, draft)
-    assert resolve_models(None, "none") == ModelFiles(target, None)
-    assert resolve_models(None, "ngram") == ModelFiles(target, "ngram")
-    assert resolve_models(None, "auto") == ModelFiles(target, draft)
-    assert resolve_models(Path("other.gguf"), None) == ModelFiles(Path("other.gguf"), None)
-    assert resolve_models(Path("other.gguf"), "small.gguf") == ModelFiles(Path("other.gguf"), Path("small.gguf"))
-
-
-def test_the_bundled_pair_is_called_a_toy(bundled_pair: tuple[Path, Path]) -> None:
-    result = run("chat", "-p", "What is 3 + 4?", "--temp", "0", "-n", "8", "-t", "1")
-    assert result.exit_code == 0
-    assert "a toy" in result.stderr
-
-
 def test_ngl_without_a_gpu_is_not_silent(pair: list[str]) -> None:
     native.attach()
     if any(device.kind in ("GPU", "IGPU") for device in native.devices()):
@@ -239,35 +219,6 @@ def test_a_signal_keeps_what_was_said(pair: list[str], form: str, signum: signal
     assert report["stats"]["tg_ts"] > 0
 
 
-def config_of(*arguments: str, escape: bool = False) -> SamplingConfig:
-    """What these options become."""
-    found = []
-
-    @flatten
-    def command(sampling: SamplingOptions) -> None:
-        found.append(sampling.config(escape=escape)[0])
-
-    app = typer.Typer()
-    app.command()(command)
-    CliRunner().invoke(app, arguments, catch_exceptions=False)
-    return found[0]
-
-
-def test_options_reach_the_samplers() -> None:
-    assert config_of() == SamplingConfig()  # llama.cpp's defaults
-    config = config_of(
-        *("--samplers", "top-k; temperature,xtc", "-l", "65+1.5", "-l", "66-inf", "--logit-bias", "7-2"),
-        *("--dry-sequence-breaker", "none", "-r", "a", "-r", "b"),
-        *("--typical", "0.5", "--top-nsigma", "2", "--dynatemp-exp", "2"),
-    )
-    assert config.samplers == ("top_k", "temperature", "xtc")
-    assert config.logit_bias == ((65, 1.5), (66, -1e30), (7, -2.0))
-    assert config.dry_sequence_breakers == () and config.stop == ("a", "b")
-    assert (config.typical_p, config.top_n_sigma, config.dynatemp_exponent) == (0.5, 2, 2)
-    assert config_of("-r", "\\n", escape=True).stop == ("\n",)
-    assert config_of("--sampling-seq", "edskypmxt").samplers == DEFAULT_SAMPLERS
-
-
 def test_options_act_on_an_answer(pair: list[str]) -> None:
     """A bias makes an end token likely; without one the answer goes on to its limit."""
     plain = run_json("chat", *pair, *SHORT)["text"]
@@ -288,21 +239,6 @@ def test_options_act_on_an_answer(pair: list[str]) -> None:
     assert run_json("chat", *pair, *SHORT, *ends)["stop_reason"] == "eos"
     report = run_json("chat", *pair, *SHORT, *ends, "--ignore-eos")
     assert report["stop_reason"] == "length" and len(report["tokens"]) == 24
-
-
-def test_an_option_acts_on_a_sampled_answer(pair: list[str]) -> None:
-    sampled = ("chat", *pair, "--temp", "1.5", "-s", "1", "-n", "24", "-p", "the one and the other")
-    plain = run_json(*sampled)["text"]
-    for options in (
-        ("--typical", "0.1"),
-        ("--top-nsigma", "0.2"),
-        ("--xtc-probability", "1", "--xtc-threshold", "0.01"),
-        ("--dynatemp-range", "1.5"),
-        ("--samplers", "temperature"),
-        ("--sampling-seq", "t"),
-    ):
-        assert run_json(*sampled, *options)["text"] != plain, options
-    assert run_json(*sampled)["text"] == plain  # the seed makes it the same again
 
 
 def test_json_names_what_an_answer_followed(pair: list[str], tmp_path: Path) -> None:

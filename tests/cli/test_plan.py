@@ -49,27 +49,6 @@ def test_the_map_of_a_header_for_a_machine_that_is_not_here(
     assert max(len(line) for line in out.splitlines() if header not in line) <= columns
 
 
-def test_json_has_bytes_of_every_line(header: str) -> None:
-    found = record("-m", header, "--vram", "8GiB", "--ram", "32GiB", "-c", "8192")
-    gpu, ram = found["plan"]["places"]
-    assert gpu["total_bytes"] == gpu["free_bytes"] == 8 * 2**30
-    assert gpu["used_bytes"] + gpu["reserve_bytes"] == sum(line["n_bytes"] for line in gpu["lines"])
-    assert gpu["left_bytes"] == gpu["free_bytes"] - gpu["used_bytes"] >= gpu["reserve_bytes"] == 256 * 2**20
-    assert ram["free_bytes"] == 32 * 2**30
-    assert found["plan"]["kv_bytes"] == 8192 * 96 * 1024
-    assert found["device"]["measured"] is False and found["ram_measured"] is False
-    assert [context["n_ctx"] for context in found["contexts"]] == [4096, 8192, 16384, 32768]
-    assert found["model"]["n_experts"] == 128 and found["model"]["missing_bytes"] > 18e9
-    assert found["draft"] is None and found["command"].startswith("moeedge chat")
-
-
-def test_the_bundled_pair_without_options() -> None:
-    found = record()
-    assert found["draft"]["file"].endswith("draft.gguf")
-    assert found["plan"]["verdict"] == "fits"
-    assert found["command"].startswith("moeedge chat -c ")
-
-
 def test_a_draft_takes_its_share(tiny: TinyFactory) -> None:
     target, draft = str(tiny("qwen3moe")), str(tiny("qwen3"))
     alone, pair = record("-m", target, "-c", "1024"), record("-m", target, "-md", draft, "-c", "1024")
@@ -78,16 +57,6 @@ def test_a_draft_takes_its_share(tiny: TinyFactory) -> None:
     assert f"-md {draft}" in pair["command"] and "-md" not in alone["command"]
     off = record("-m", target, "-md", draft, "-c", "1024", "--draft-max", "0")
     assert off["plan"]["kv_bytes"] == alone["plan"]["kv_bytes"]
-
-
-@pytest.mark.parametrize(("arch", "asked"), [("glm4moe", "mtp"), ("qwen35moe", "auto")])
-def test_what_a_chat_drafts_with_takes_its_share(arch: str, asked: str, tiny: TinyFactory) -> None:
-    """Its own head; without -md n-grams, for whose drafts a recurrent model keeps copies of its state."""
-    planned, named, without = (
-        record("-m", str(tiny(arch)), "-c", "1024", *given)["plan"]["kv_bytes"]
-        for given in ((), ("-md", asked), ("-md", "none"))
-    )
-    assert planned == named > without
 
 
 def test_the_command_repeats_what_was_given(header: str) -> None:
