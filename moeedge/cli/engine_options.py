@@ -10,7 +10,7 @@ import math
 import os
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from moeedge import paths
 from moeedge.cli.common import names, text_of
@@ -223,14 +223,6 @@ class BudgetOptions:
         return replace(config, expert_budget=find_budget(config, config.expert_budget, run))
 
 
-class AnswerSettings(TypedDict):
-    """Length and sampling of the answers to a command's prompts."""
-
-    n_predict: int
-    sampling: SamplingConfig
-    raw: bool
-
-
 @dataclass(frozen=True, kw_only=True)
 class TextOptions:
     """The prompts to answer, and the length and the sampling of the answers."""
@@ -271,18 +263,18 @@ class TextOptions:
             "dataset_sha256": ",".join(dataset.sha256 for dataset in sets),
         }
 
-    def sampling(self) -> SamplingConfig:
-        """Temperature and seed; a drawn seed serves all answers, so that the report and the trace can name it."""
+    def answers(self) -> dict[str, Any]:
+        """Length and sampling of the answers, as what records them takes them.
+
+        A drawn seed serves all answers, so that the report and the trace can name it.
+        """
         import secrets  # loads hashlib, which --help does not wait for
 
         seed = seed_or_random(self.seed)
         if seed is None and self.temp > 0:
             seed = secrets.randbits(32)
-        return SamplingConfig(temperature=self.temp, seed=seed)
-
-    def answers(self) -> AnswerSettings:
-        """Length and sampling of the answers, as what records them takes them."""
-        return {"n_predict": self.n_predict, "sampling": self.sampling(), "raw": self.raw}
+        sampling = SamplingConfig(temperature=self.temp, seed=seed)
+        return {"n_predict": self.n_predict, "sampling": sampling, "raw": self.raw}
 
 
 def expect_no_companions(options: DataclassInstance, value: str) -> None:
