@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import json
 import signal
-import sys
 import time
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
-from moeedge.cli.app import load_command
-from moeedge.cli.spelling import Speller
+from docs import record_start
 from moeedge.engine.autosave import Autosave, Origin, UnfinishedChat, unfinished_chats
 from moeedge.engine.conversation import Conversation, Message
+from tests.cli.terminal import PROMPT, Terminal
 from tests.conftest import TinyFactory
 from tests.support.commands import run
-
-if sys.platform == "win32":
-    pytest.skip("needs a pseudo-terminal", allow_module_level=True)
-
-from docs import record_start
-from docs.record_start import Command
-from tests.cli.terminal import PROMPT, Terminal
 from tests.support.counting import Unavailable, compile_device
 
 # a terminal that may be painted, but the default at the prompt of tests that look at plain text
@@ -208,12 +199,6 @@ def test_unfinished_chats_are_listed_without_a_model(cache: Path) -> None:
     assert '"second one"' in shown[0] and "m.gguf" in shown[0]
 
 
-@pytest.mark.parametrize(("given", "value"), [([], "1"), (["list"], "list"), (["2"], "2"), (["-n", "4"], "1")])
-def test_resume_may_stand_without_a_number(given: list[str], value: str) -> None:
-    found = Speller("chat", load_command("chat")).translate(["--resume", *given])
-    assert found[:2] == ["--resume", value]
-
-
 @pytest.mark.slow
 def test_resume_from_the_command_line(pair: list[str], cache: Path) -> None:
     with Terminal(["chat", *pair, "-n", "4"], env={}) as terminal:
@@ -228,30 +213,6 @@ def test_resume_from_the_command_line(pair: list[str], cache: Path) -> None:
     with Terminal(["chat", *pair, "--resume"], env=PLAIN) as terminal:
         terminal.expect("There is no chat to resume.", PROMPT)
         terminal.leave()
-
-
-@pytest.mark.slow
-def test_several_lines_between_triple_quotes_and_the_history_of_earlier_runs(
-    pair: list[str], cache: Path, tmp_path: Path
-) -> None:
-    saved = tmp_path / "talk.json"
-    with Terminal(["chat", *pair, "-n", "4"], env={}) as terminal:
-        terminal.expect(PROMPT)
-        terminal.type('"""one\r')
-        terminal.expect("...")
-        terminal.ask('two"""', "4 tokens, ")
-        terminal.ask(f"/save {saved}", "messages saved")
-        terminal.ask("remember this", "4 tokens, ")
-        terminal.leave()
-    assert json.loads(saved.read_text())["messages"][0]["content"] == "one\ntwo"
-    assert (cache / "chat_history").stat().st_mode & 0o077 == 0
-    with Terminal(["chat", *pair, "-n", "4", "-st"], env={}) as terminal:
-        terminal.expect(PROMPT)
-        terminal.type("\x1b[A")
-        terminal.expect("remember this")
-        terminal.type("\r")
-        terminal.expect("4 tokens, ")
-        assert terminal.wait() == 0  # -st: one answer
 
 
 def test_the_panel_shows_the_cache(cached: list[str]) -> None:
@@ -373,19 +334,6 @@ def shown(cast: Path) -> str:
     times_s = [event[0] for event in events]
     assert times_s == sorted(times_s)
     return "".join(event[2] for event in events)
-
-
-@pytest.mark.slow
-def test_what_is_typed_and_answered_is_recorded(tmp_path: Path) -> None:
-    commands = (Command("moeedge --version"), Command("moeedge chat -n 4 -st", (("Hello", ""),)))
-    events = record_start.record(commands)
-    record_start.write_cast(events, tmp_path / "a.cast")
-    record_start.write_svg(events, tmp_path / "a.svg")
-    text = shown(tmp_path / "a.cast")
-    assert "$ moeedge --version" in text and ">>> " in text and "Traceback" not in text
-    strip = ElementTree.parse(tmp_path / "a.svg").getroot()
-    rows = ["".join(row.itertext()) for row in strip.iter("{http://www.w3.org/2000/svg}text")]
-    assert any(row.startswith("$ moeedge chat") for row in rows)
 
 
 def test_the_recording_shows_every_command() -> None:
