@@ -108,7 +108,7 @@ def run_chat(options: ChatOptions, begin: LoadReading) -> int:
             if unfinished and options.resume is None:
                 say(err, commands.offer(unfinished), style="yellow")
             autosave = Autosave(paths.unfinished_chats_dir, origin_of(session, raw=options.raw))
-            history = open_history(paths.history_file, run)
+            history = open_history(lambda: paths.cache_dir() / "chat_history", run)
             repl = Repl(
                 session,
                 conversation,

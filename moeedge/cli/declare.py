@@ -9,6 +9,7 @@ from copy import copy
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from functools import partial, wraps
+from operator import not_
 from pathlib import Path
 from textwrap import dedent
 from typing import Annotated, Any, get_origin, get_type_hints
@@ -45,7 +46,8 @@ def declare(
 
     A line begins with the spelling as --help shows it and, after two blanks, the help text, which goes on in indented
     lines. The last of them may be "also:", with what --help does not show: further spellings, the environment variables
-    that set the option where the command line does not (llama.cpp's names), and fields of configurations that it sets.
+    that set the option where the command line does not (llama.cpp's names), and fields of configurations that it sets,
+    --no-X the field X to off.
     After it "set:" makes it a setting of a running chat, see moeedge.ui.chat.settings.add.
     "* " before the spelling: the short help shows the option. "[NAME]" begins a panel of --help.
 
@@ -76,6 +78,8 @@ def declare(
             option.also = tuple(word for word in others.split() if word.startswith("-"))
             declared = _derived(option, last, help, panel, **further)
         declared.short = declared.short or shown != spelling
+        if names[0].removeprefix("no_") in names[1:]:  # --no-X is the field X, and off
+            declared.convert, declared.kind = not_, bool
         declared.names = names
         if "set" in further_lines:
             short = [word.lstrip("-") for word in declared.flags if not word.startswith("--")]

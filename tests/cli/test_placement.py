@@ -109,17 +109,17 @@ def test_defaults_of_the_options_are_those_of_the_configuration() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "may_emulate", "calm"),
+    ("device", "emulates", "calm"),
     [("emulated", False, True), ("rpc://127.0.0.1:50052", False, True), ("auto", True, True), ("auto", False, False)],
 )
 def test_idle_threads_beside_the_emulated_device(
-    monkeypatch: pytest.MonkeyPatch, device: str, may_emulate: bool, calm: bool
+    monkeypatch: pytest.MonkeyPatch, device: str, emulates: bool, calm: bool
 ) -> None:
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
-    limit_openmp_spin(device, may_emulate=may_emulate)
+    EngineOptions(device=device).limit_openmp_spin(emulate_bundled=emulates)
     assert ("GOMP_SPINCOUNT" in os.environ) == calm
     monkeypatch.setenv("GOMP_SPINCOUNT", "7")
-    limit_openmp_spin("none", reads_experts=True)
+    limit_openmp_spin()
     assert os.environ["GOMP_SPINCOUNT"] == "7"  # the user's value stays
 
 
