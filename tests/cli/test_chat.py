@@ -217,28 +217,6 @@ def test_a_signal_keeps_what_was_said(pair: list[str], form: str, signum: signal
     assert report["stats"]["tg_ts"] > 0
 
 
-def test_options_act_on_an_answer(pair: list[str]) -> None:
-    """A bias makes an end token likely; without one the answer goes on to its limit."""
-    plain = run_json("chat", *pair, *SHORT)["text"]
-    for options in (
-        ("--logit-bias", "65+30"),
-        ("--logit-bias", "65+1e400"),
-        ("--logit-bias", "69-inf", "-l", "65+0.5"),
-        ("--presence-penalty", "40"),
-        ("--frequency-penalty", "40"),
-        ("--dry-multiplier", "40", "--dry-sequence-breaker", "none"),
-        ("--format", "json"),
-        ("--chat-template", "vicuna"),
-        ("--chat-template-kwargs", '{"bos_token": "x", "messages": 1}', "--chat-template", "{{ bos_token }} text"),
-        ("-r", "dh"),
-    ):
-        assert run_json("chat", *pair, *SHORT, *options)["text"] != plain, options
-    ends = ("-l", "303+60")
-    assert run_json("chat", *pair, *SHORT, *ends)["stop_reason"] == "eos"
-    report = run_json("chat", *pair, *SHORT, *ends, "--ignore-eos")
-    assert report["stop_reason"] == "length" and len(report["tokens"]) == 24
-
-
 def test_json_names_what_an_answer_followed(pair: list[str], tmp_path: Path) -> None:
     grammar, template = tmp_path / "digits.gbnf", tmp_path / "plain.jinja"
     grammar.write_text(DIGITS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from gguf import GGUFReader
 
 from moeedge.hub.catalog import load_catalog
 from moeedge.hub.local import hub_cache
@@ -33,24 +32,6 @@ def test_a_machine_without_models_is_offered_one() -> None:
     blob.parent.mkdir(parents=True)
     blob.write_bytes(b"GGUF")
     assert starter.command not in run("list").stdout
-
-
-def test_show_says_what_the_file_says(bundled_pair: tuple[Path, Path]) -> None:
-    reader = GGUFReader(bundled_pair[0])
-
-    def value(key: str) -> object:
-        return reader.get_field(key).contents()
-
-    card = run_json("show", bundled_pair[0])
-    facts = card["facts"]
-    assert (facts["architecture"], card["licence"]) == (value("general.architecture"), value("general.license"))
-    assert card["template"] == value("tokenizer.chat_template")
-    assert facts["n_experts"] == value("qwen3moe.expert_count")
-    assert facts["n_ctx_train"] == value("qwen3moe.context_length")
-    assert facts["n_weights"] == sum(int(tensor.n_elements) for tensor in reader.tensors)
-    assert run("show", "--template").stdout == f"{card['template']}\n"
-    text = run("show").stdout
-    assert "qwen3moe" in text and "Q4_0" in text and "apache-2.0" in text
 
 
 def test_show_of_a_dense_model_and_of_none(tiny_draft: Path) -> None:

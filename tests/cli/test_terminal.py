@@ -264,31 +264,6 @@ def test_json_needs_a_prompt_in_a_terminal(pair: list[str]) -> None:
 
 
 @pytest.mark.flaky(reruns=2)
-def test_ctrl_c_in_a_long_prompt(tiny: TinyFactory, tmp_path: Path) -> None:
-    path = tiny("qwen3moe", layers=4, embd=512, experts=32, expert_ff=1024)
-    text = tmp_path / "long.txt"
-    text.write_text("abcdefgh " * 900)
-    with Terminal(["chat", "-m", str(path), "-md", "none", *OPTIONS, "-c", "16384", "-n", "4"], env=PLAIN) as terminal:
-        terminal.expect(PROMPT)
-        terminal.ask(f"/read {text}", "characters read")
-        terminal.type("what is it?\r")
-        terminal.expect("\n")
-        time.sleep(0.5)
-        terminal.type("nobody reads this\r")
-        time.sleep(0.1)
-        start_s = time.monotonic()
-        terminal.send(signal.SIGINT)
-        terminal.expect("stopped")
-        assert time.monotonic() - start_s < 0.6  # the line is printed afterwards, by a busy machine
-        terminal.expect(PROMPT)
-        assert " kept" not in terminal.text.split("what is it?")[1], "nothing was in the KV cache before"
-        assert "of the prompt" in terminal.text
-        terminal.ask("/stats", "experts on")
-        assert "nobody" not in terminal.text
-        terminal.leave()
-
-
-@pytest.mark.flaky(reruns=2)
 @pytest.mark.slow
 def test_ctrl_c_takes_effect_at_once_on_a_slow_disk(tiny: TinyFactory) -> None:
     """In a prompt, in an answer, and again after it: one batch of the prompt alone would take seconds."""
