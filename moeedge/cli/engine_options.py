@@ -141,19 +141,13 @@ class EngineOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlacementOptions:
-    """Which experts the device holds, and who decides: fields of PlacementConfig, which needs NumPy."""
+class CacheOptions:
+    """How many experts the device holds, and which: fields of PlacementConfig, which needs NumPy."""
 
     vram_bytes: int | None = None
     cache_ratio: float | None = None
     policy: str = "spac"
-    ablations: frozenset[str] = frozenset()
     utility_cap: int = 4
-    forgetting: float = 0.1
-    prefill: str = "auto"
-    calibrate: bool = True
-    warm_start: bool = True
-    pins_files: bool = True
 
     def config(self, **others: Any) -> PlacementConfig:
         """The scheduler's configuration. Raises InputError and ValueError for values that it cannot have."""
@@ -163,6 +157,18 @@ class PlacementOptions:
             hint = f"Choose from: {', '.join(POLICIES)}.{where_simulated(self.policy)}"
             raise InputError(f"Unknown policy {self.policy!r}.", hint)
         return PlacementConfig(**vars(self), **others)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementOptions(CacheOptions):
+    """In addition how the policy works, and what is measured and kept."""
+
+    ablations: frozenset[str] = frozenset()
+    forgetting: float = 0.1
+    prefill: str = "auto"
+    calibrate: bool = True
+    warm_start: bool = True
+    pins_files: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from moeedge.cli.common import emit, gpu_memory, memory_size, names
-from moeedge.cli.engine_options import LlamaOptions, PlacementOptions, check_device, layer_notes
+from moeedge.cli.engine_options import CacheOptions, LlamaOptions, check_device, layer_notes
 from moeedge.cli.options import Output, declare, flatten
 from moeedge.errors import DownloadError
 from moeedge.run import Run
@@ -73,7 +73,7 @@ def plan(
     from moeedge.planning.session_plan import known_tier, make_session_plan
     from moeedge.ui.model_views import print_plan
 
-    placement = PlacementOptions(cache_ratio=cache_ratio).config()
+    placement = CacheOptions(cache_ratio=cache_ratio).config()
     check_device(engine.device)
     with ExitStack() as resources:
         try:

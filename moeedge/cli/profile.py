@@ -58,7 +58,7 @@ def profile(
 
     if layer is not None and layers is not None:
         raise InputError("--layer and --layers cannot be used together.", "Give one of them.")
-    choice = profile_run.LayerChoice(layers or layer, is_single=layers is None)
+    choice = profile_run.LayerChoice(layer, layers)
     if trace_out is not None:
         check_output(trace_out)
     unused = (texts.prompt, texts.file, texts.dataset, engine.model, trace_out)

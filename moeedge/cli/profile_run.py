@@ -43,14 +43,15 @@ from moeedge.ui.profile_views import print_model, print_profiles, run_lines
 
 @dataclass(frozen=True)
 class LayerChoice:
-    """The layers that --layer (is_single) or --layers names; None: the last."""
+    """--layer or --layers, not both; without them the last layer."""
 
-    text: str | None
-    is_single: bool
+    layer: str | None
+    layers: str | None
 
     def of(self, n_layers: int, last: int) -> list[int]:
         """Numbers of the layers of a model; last: the default. Raises LayerRangeError for others."""
-        return parse_layers(str(last) if self.text is None else self.text, n_layers, single=self.is_single)
+        text = next((text for text in (self.layers, self.layer) if text is not None), str(last))
+        return parse_layers(text, n_layers, single=self.layers is None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,9 +139,10 @@ def show(profiled: Profiled, choice: LayerChoice, *, as_json: bool, plot: Path |
         say(err, f"Stopped: curves of {len(profile.curves)} of {n_layers} layers.", style="yellow")
     if as_json:  # an object of one layer, whose model stands in it; an array has no place for the model
         reports = [layer_report(layer, run) for layer in profile.layers]
-        if choice.is_single:
+        is_single = choice.layers is None
+        if is_single:
             reports[0]["model_profile"] = model_report(profile)
-        typer.echo(json.dumps(reports[0] if choice.is_single else reports, ensure_ascii=False))
+        typer.echo(json.dumps(reports[0] if is_single else reports, ensure_ascii=False))
     else:
         print_profiles(profile.layers, out)
         print_model(profile, out)
