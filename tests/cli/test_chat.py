@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import typer
 
-from moeedge import native
 from moeedge.cli import chat_run
 from moeedge.cli.engine_options import EngineOptions
 from moeedge.cli.model_files import ModelFiles, resolve_models
@@ -106,12 +105,6 @@ def test_verbose_shows_the_log_on_stderr(pair: list[str]) -> None:
     assert "llama_model_loader" in done.stderr
 
 
-def test_a_full_context_stops_the_answer_and_says_so(tiny_moe: Path) -> None:
-    result = run("chat", "-m", tiny_moe, "-t", "1", "-c", "64", "--temp", "0", "-p", "hi")
-    assert result.exit_code == 0
-    assert "context full" in result.stderr and "-c N" in result.stderr
-
-
 def test_a_reader_that_leaves_is_no_crash(pair: list[str]) -> None:
     command = f'{" ".join(PROGRAM)} "$@" -p hi -n 400 | head -c 1'
     shell = ["sh", "-c", command, "sh", *pair]
@@ -144,14 +137,6 @@ def test_sources_of_drafts(tiny: TinyFactory, capfd: pytest.CaptureFixture[str])
     assert chosen(model=plain, model_draft="none") == (None, False)
     assert chosen(model=plain, model_draft=str(small)) == (small, False)
     assert EngineOptions(model=plain).config().draft is None  # commands that compare nothing with it
-
-
-def test_ngl_without_a_gpu_is_not_silent(pair: list[str]) -> None:
-    native.attach()
-    if any(device.kind in ("GPU", "IGPU") for device in native.devices()):
-        pytest.skip("there is a GPU")
-    said = run("chat", *pair, "-p", "hi", "-n", "1", "-ngl", "99").stderr
-    assert "-ngl has" in said and "moe have" not in said
 
 
 class _Silent(io.StringIO):

@@ -114,7 +114,7 @@ def test_ctrl_c_stops_an_answer_and_keeps_its_text(endless: list[str], tmp_path:
     assert len(json.loads(saved.read_text())["messages"][1]["content"]) > 50
 
 
-def test_sigterm_within_an_answer_saves_the_conversation(endless: list[str], cache: Path) -> None:
+def test_sigterm_within_an_answer_saves_the_conversation_which_goes_on(endless: list[str], cache: Path) -> None:
     with Terminal(endless, env=PLAIN) as terminal:
         begin_answer(terminal)
         terminal.send(signal.SIGTERM)
@@ -124,6 +124,11 @@ def test_sigterm_within_an_answer_saves_the_conversation(endless: list[str], cac
     assert [message.content for message in left.conversation.messages] == ["tell me"]
     assert len(left.text) > 50 and left.tokens
     assert "tell me" in (cache / "chat_history").read_text()
+    with Terminal([*endless, "--resume"], env=PLAIN) as terminal:
+        terminal.expect("The last answer goes on.")
+        terminal.type("\x03")
+        terminal.expect("stopped", PROMPT)
+        terminal.leave()
 
 
 def test_a_chat_that_was_killed_is_offered_and_goes_on(endless: list[str], cache: Path, tmp_path: Path) -> None:
@@ -197,22 +202,6 @@ def test_unfinished_chats_are_listed_without_a_model(cache: Path) -> None:
     shown = result.stdout.splitlines()
     assert [line.split()[0] for line in shown] == ["1", "2"]
     assert '"second one"' in shown[0] and "m.gguf" in shown[0]
-
-
-@pytest.mark.slow
-def test_resume_from_the_command_line(pair: list[str], cache: Path) -> None:
-    with Terminal(["chat", *pair, "-n", "4"], env={}) as terminal:
-        terminal.expect(PROMPT)
-        terminal.ask("tell me", "4 tokens, ")
-        terminal.send(signal.SIGTERM)  # at the prompt
-        assert terminal.wait() == 143
-    assert len(left_in(cache).conversation.messages) == 2
-    with Terminal(["chat", *pair, "--resume"], env=PLAIN) as terminal:
-        terminal.expect("Resumed: 2 messages", "The last answer is complete.", PROMPT)
-        terminal.leave()
-    with Terminal(["chat", *pair, "--resume"], env=PLAIN) as terminal:
-        terminal.expect("There is no chat to resume.", PROMPT)
-        terminal.leave()
 
 
 def test_the_panel_shows_the_cache(cached: list[str]) -> None:
