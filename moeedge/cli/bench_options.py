@@ -218,3 +218,8 @@ class BenchOptions:
     def compares_caches(self) -> bool:
         """Whether policies or ratios of the expert cache are compared."""
         return self.policy is not None or self.cache_ratio is not None
+
+    @property
+    def has_synthetic(self) -> bool:
+        """Whether a synthetic test was asked for."""
+        return self.n_prompt is not None or bool(self.pairs)

@@ -54,19 +54,8 @@ def run_bench(options: BenchOptions) -> int:
     """Measures what the options name, shows the rows and draws. Returns the exit code. Raises InputError."""
     accept_any_text()
     engine, parallel, budgets = options.engine, options.parallel, options.expert_budget
-    has_synthetic = options.n_prompt is not None or bool(options.pairs)
     if parallel:
-        refused = {
-            "--score": options.score,
-            "-p": has_synthetic,
-            "--accept": options.accept is not None,
-            "--routing": options.routing is not None,
-            "--draft-p-min": engine.draft_p_min > 0,
-            "--expert-budget": budgets is not None,
-            "--perplexity": options.perplexity is not None,
-        }
-        for name in (name for name, is_given in refused.items() if is_given):
-            raise InputError(f"--parallel and {name} cannot be used together.", "Measure them in two runs.")
+        _check_parallel(options)
     if gammas := options.draft_max:
         fixed = [gamma for gamma in gammas if gamma != "auto"]
         engine = replace(engine, draft_max="auto" if len(fixed) < len(gammas) else max(fixed))
@@ -103,20 +92,21 @@ def run_bench(options: BenchOptions) -> int:
         raise InputError(what, "Use -dev emulated; moeedge devices lists what this machine has.")
     dataset, is_bundled = options.dataset, paths.is_bundled(base.model)
     if dataset is None:
-        compares = sweep.is_set and not (has_synthetic or options.accept or options.routing)
+        compares = sweep.is_set and not (options.has_synthetic or options.accept or options.routing)
         toy = (compares or options.score) and is_bundled
         dataset = "sample" if options.offline_sample else "toy" if toy else "sample" if compares else None
     prompts = None if dataset is None else load_datasets(dataset, offline_sample=options.offline_sample)
     has_layers = not parallel and resolve_device(base).kind == "gpu"
-    toy_text = TOY if budgets is not None and is_bundled else "none"
-    text = "none" if parallel else options.perplexity or toy_text
+    text = options.perplexity
+    if text is None and budgets is not None and is_bundled:
+        text = TOY
     n_predict = options.n_predict
     if prompts is not None and n_predict is not None and len(n_predict) > 1:
         what = f"With --dataset -n takes one number, not '{','.join(map(str, n_predict))}'."
         raise InputError(what, "Leave out --dataset, or choose.")
     plan, notes = make_bench_plan(
         base,
-        options.modes or (f"{DEFAULT_MODES},{GPU_MODES}" if has_layers else DEFAULT_MODES),
+        (f"{DEFAULT_MODES},{GPU_MODES}" if has_layers else DEFAULT_MODES) if options.modes is None else options.modes,
         prompts,
         limit=options.limit or None,
         tests=_tests(options, has_dataset=prompts is not None or options.accept is not None),
@@ -129,22 +119,42 @@ def run_bench(options: BenchOptions) -> int:
         delay_s=options.delay,
         warm_up=not options.no_warmup,
         sweep=sweep,
-        text=None if text == "none" else load_text(text),
+        text=None if parallel or text in (None, "none") else load_text(text),
     )
     if options.n_gpu_layers and base.device == "none":
         notes.append("-ngl has no effect with -dev none.")
     notes += dict.fromkeys(note for each in bases for note in layer_notes(each))
     plans = [replace(plan, base=each) for each in bases]
+    _check_lists(options, plans, sweep)
+    return measure(plans, notes, options.output, verbose=options.verbose, plot=options.plot, resume=options.resume)
+
+
+def _check_parallel(options: BenchOptions) -> None:
+    """Raises InputError for what does not go with --parallel."""
+    refused = {
+        "--score": options.score,
+        "-p": options.has_synthetic,
+        "--accept": options.accept is not None,
+        "--routing": options.routing is not None,
+        "--draft-p-min": options.engine.draft_p_min > 0,
+        "--expert-budget": options.expert_budget is not None,
+        "--perplexity": options.perplexity is not None,
+    }
+    for name in (name for name, is_given in refused.items() if is_given):
+        raise InputError(f"--parallel and {name} cannot be used together.", "Measure them in two runs.")
+
+
+def _check_lists(options: BenchOptions, plans: Sequence[BenchPlan], sweep: Sweep) -> None:
+    """Raises InputError for lists that have nothing to draw, or that do not go with what else is compared."""
     if options.plot is not None and not sweep.is_set and not _has_axis(plans):
         swept = "--policy, --cache-ratio, --expert-budget, --draft-max, --parallel, or lists of -p, -d, -t, -b and -ub"
         raise InputError(f"--plot draws what {swept} compare.", "Give at least one of them.")
     if options.plot is not None and sweep.is_set and len(plans) > 1:
         what = "--plot of policies, caches, budgets and draft lengths goes with one value of -t and other lists."
         raise InputError(what, "Name one of each.")
-    if len(plans) > 1 and parallel:
+    if len(plans) > 1 and options.parallel:
         what = "--parallel goes with one value of -t, -b and -ub, and of the options of layers and of the KV cache."
         raise InputError(what, "Name one of each.")
-    return measure(plans, notes, options.output, verbose=options.verbose, plot=options.plot, resume=options.resume)
 
 
 def _arms(base: EngineConfig, **lists: Sequence[Any] | None) -> list[EngineConfig]:
