@@ -190,10 +190,8 @@ def flatten(command: Callable[..., None], **defaults: Any) -> Callable[..., None
     call: Callable[..., Any] = command
     if [*own] == ["options"]:
         whole = own["options"]
-        own, own_defaults = (
-            get_type_hints(whole, include_extras=True),
-            {each.name: each.default for each in fields(whole)},
-        )
+        own = get_type_hints(whole, include_extras=True)
+        own_defaults = {field.name: _default(field) for field in fields(whole)}
 
         def call(**values: Any) -> None:
             command(whole(**values))
@@ -224,8 +222,7 @@ def flatten(command: Callable[..., None], **defaults: Any) -> Callable[..., None
             if is_dataclass(hint):
                 add_fields(hint)
             elif (option := option_of(field.name, hint)) is not None and field.name not in own:
-                default = field.default if field.default_factory is MISSING else field.default_factory()
-                default = defaults.get(field.name, default)
+                default = defaults.get(field.name, _default(field))
                 if "Default: " in option.help and default is not None and field.name not in defaults:
                     hint, default = hint | None, None  # the text says it; see `made`
                 add(field.name, hint, default)
@@ -257,6 +254,10 @@ def flatten(command: Callable[..., None], **defaults: Any) -> Callable[..., None
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
+
+
+def _default(field: Any) -> Any:
+    return field.default if field.default_factory is MISSING else field.default_factory()
 
 
 def _value(option: Any, value: Any) -> Any:

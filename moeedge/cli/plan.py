@@ -122,7 +122,8 @@ def _find(model: Path | None, draft: str | None, resources: ExitStack) -> tuple[
 
     def fetch_header(text: str, with_draft: bool) -> LocalModel:
         path, pull_name = locate_or_fetch(text, folder, Run(notifier(stderr_console())))
-        pull_names[path] = pull_name
+        if pull_name:
+            pull_names[path] = pull_name
         choice = find(load_catalog(), text)
         return LocalModel(path, choice if isinstance(choice, Choice) else None)
 
