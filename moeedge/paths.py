@@ -80,11 +80,6 @@ def data_dir() -> Path | None:
     return Path(named) if named else None
 
 
-def history_file() -> Path:
-    """Returns the file in which `moeedge chat` keeps its input lines."""
-    return cache_dir() / "chat_history"
-
-
 def unfinished_chats_dir() -> Path:
     """Returns the folder in which running chats are saved; it may not exist."""
     return cache_dir() / "unfinished_chats"

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import typer
 
+from moeedge import paths
 from moeedge.bench.config import (
     DEFAULT_MODES,
     DEFAULT_REPETITIONS,
     GPU_MODES,
     SYNTHETIC_ANSWER,
+    SYNTHETIC_PROMPT,
     BenchPlan,
-    DraftLength,
+    ScriptedTest,
     Sweep,
+    SyntheticTest,
     applicable_modes,
     parse_modes,
     parse_policies,
@@ -24,35 +29,182 @@ from moeedge.bench.config import (
 from moeedge.bench.journal import Journal, folder, settings_of
 from moeedge.bench.records import BenchRow
 from moeedge.bench.runner import Bench
-from moeedge.cli.common import EXIT_FAILURE, print_error
-from moeedge.cli.engine_options import layer_notes as layer_notes
-from moeedge.cli.options import Output
-from moeedge.data.datasets import load_datasets as load_datasets
+from moeedge.cli.bench_options import BenchOptions
+from moeedge.cli.common import EXIT_FAILURE, accept_any_text, print_error
+from moeedge.cli.engine_options import expect_no_companions, layer_notes, make_budget
+from moeedge.cli.options import Output, parse_number
+from moeedge.data.datasets import TOY, load_datasets, load_text
 from moeedge.data.prompts import Dataset
-from moeedge.engine.loading import resolve_device as resolve_device
+from moeedge.engine.loading import resolve_device
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
 from moeedge.hardware.provenance import read_provenance
+from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.policies.registry import POLICIES
 from moeedge.run import Run
 from moeedge.ui.bench_plots import draw
 from moeedge.ui.bench_views import difference_lines, quiet_lines, render
 from moeedge.ui.chat.interrupt import Interrupt
-from moeedge.ui.console import Bar, stderr_console, supports_panel
-from moeedge.ui.console import check_picture as check_picture
+from moeedge.ui.console import Bar, check_picture, stderr_console, supports_panel
+
+_OF_CONTEXT = ("flash_attn", "type_k", "type_v")  # fields of a configuration's context
 
 
-def make_sweep(
-    policy: str | None, cache_ratio: str | None, gammas: tuple[DraftLength, ...], counts: tuple[int, ...]
-) -> Sweep:
-    """The sweep of these options, without budgets. Raises InputError."""
-    return Sweep(parse_policies(policy, POLICIES), parse_ratios(cache_ratio), gammas=gammas, counts=counts)
+def run_bench(options: BenchOptions) -> int:
+    """Measures what the options name, shows the rows and draws. Returns the exit code. Raises InputError."""
+    accept_any_text()
+    engine, parallel, budgets = options.engine, options.parallel, options.expert_budget
+    if parallel:
+        _check_parallel(options)
+    if gammas := options.draft_max:
+        fixed = [gamma for gamma in gammas if gamma != "auto"]
+        engine = replace(engine, draft_max="auto" if len(fixed) < len(gammas) else max(fixed))
+    policies, ratios = parse_policies(options.policy, POLICIES), parse_ratios(options.cache_ratio)
+    sweep = Sweep(policies, ratios, gammas=gammas or (), counts=parallel or ())
+    # comparisons of caches and budgets, and texts decoded together have drafts of one length
+    auto = not (options.compares_caches or parallel or budgets or options.perplexity)
+    if engine.cpu_moe and options.n_cpu_moe:
+        raise InputError("--cpu-moe and --n-cpu-moe cannot be used together.", "Leave out one of them.")
+    base = engine.config(
+        options.placement.config(),
+        emulate_bundled=options.compares_caches,
+        default_draft=None if parallel else "auto",
+        auto_gamma=auto or None,
+    )
+    base = replace(base, ram=options.ram, routing=options.routing)
+    if parallel:  # several texts share sessions that are open at once, so the file is mapped
+        if isinstance(base.ram, int):
+            raise InputError("--parallel does not measure experts in RAM.", "Leave out --ram: llama.cpp maps the file.")
+        base = replace(base, ram="off")
+        for count in parallel:
+            replace(base, n_parallel=count)  # raises ValueError out of its range
+    lists = {name: getattr(options, name) for name in ("n_batch", "n_ubatch", "n_cpu_moe", *_OF_CONTEXT)}
+    layers = None if base.device == "none" else options.n_gpu_layers
+    bases = _arms(base, n_threads=options.threads, n_gpu_layers=layers, **lists)
+    base = bases[0]
+    sweep = replace(sweep, budgets=_budgets(options))
+    if options.plot is not None:
+        check_picture(options.plot)
+    if options.cache_ratio is not None and base.placement.vram_bytes is not None:
+        raise InputError("--vram and --cache-ratio cannot be used together.", "Leave out one of them.")
+    if sweep.has_caches and not resolve_device(base).has_tiers:
+        what = "--policy and --cache-ratio compare expert caches, and there is no device for one."
+        raise InputError(what, "Use -dev emulated; moeedge devices lists what this machine has.")
+    dataset, is_bundled = options.dataset, paths.is_bundled(base.model)
+    if dataset is None:
+        compares = sweep.is_set and not (options.has_synthetic or options.accept or options.routing)
+        toy = (compares or options.score) and is_bundled
+        dataset = "sample" if options.offline_sample else "toy" if toy else "sample" if compares else None
+    prompts = None if dataset is None else load_datasets(dataset, offline_sample=options.offline_sample)
+    has_layers = not parallel and resolve_device(base).kind == "gpu"
+    text = options.perplexity
+    if text is None and budgets is not None and is_bundled:
+        text = TOY
+    n_predict = options.n_predict
+    if prompts is not None and n_predict is not None and len(n_predict) > 1:
+        what = f"With --dataset -n takes one number, not '{','.join(map(str, n_predict))}'."
+        raise InputError(what, "Leave out --dataset, or choose.")
+    plan, notes = make_bench_plan(
+        base,
+        (f"{DEFAULT_MODES},{GPU_MODES}" if has_layers else DEFAULT_MODES) if options.modes is None else options.modes,
+        prompts,
+        limit=options.limit or None,
+        tests=_tests(options, has_dataset=prompts is not None or options.accept is not None),
+        scripted=_scripted(options),
+        n_predict=n_predict[0] if prompts is not None and n_predict else None,
+        repetitions=options.repetitions,
+        ignore_eos=options.ignore_eos,
+        score=options.score,
+        run_code=options.run_code,
+        delay_s=options.delay,
+        warm_up=not options.no_warmup,
+        sweep=sweep,
+        text=None if parallel or text in (None, "none") else load_text(text),
+    )
+    if options.n_gpu_layers and base.device == "none":
+        notes.append("-ngl has no effect with -dev none.")
+    notes += dict.fromkeys(note for each in bases for note in layer_notes(each))
+    plans = [replace(plan, base=each) for each in bases]
+    _check_lists(options, plans, sweep)
+    return measure(plans, notes, options.output, verbose=options.verbose, plot=options.plot, resume=options.resume)
 
 
-def default_modes(base: EngineConfig, *, together: bool) -> str:
-    """The modes without --modes. together: several texts at once."""
-    has_layers = not together and resolve_device(base).kind == "gpu"
-    return f"{DEFAULT_MODES},{GPU_MODES}" if has_layers else DEFAULT_MODES
+def _check_parallel(options: BenchOptions) -> None:
+    """Raises InputError for what does not go with --parallel."""
+    refused = {
+        "--score": options.score,
+        "-p": options.has_synthetic,
+        "--accept": options.accept is not None,
+        "--routing": options.routing is not None,
+        "--draft-p-min": options.engine.draft_p_min > 0,
+        "--expert-budget": options.expert_budget is not None,
+        "--perplexity": options.perplexity is not None,
+    }
+    for name in (name for name, is_given in refused.items() if is_given):
+        raise InputError(f"--parallel and {name} cannot be used together.", "Measure them in two runs.")
+
+
+def _check_lists(options: BenchOptions, plans: Sequence[BenchPlan], sweep: Sweep) -> None:
+    """Raises InputError for lists that have nothing to draw, or that do not go with what else is compared."""
+    if options.plot is not None and not sweep.is_set and not _has_axis(plans):
+        swept = "--policy, --cache-ratio, --expert-budget, --draft-max, --parallel, or lists of -p, -d, -t, -b and -ub"
+        raise InputError(f"--plot draws what {swept} compare.", "Give at least one of them.")
+    if options.plot is not None and sweep.is_set and len(plans) > 1:
+        what = "--plot of policies, caches, budgets and draft lengths goes with one value of -t and other lists."
+        raise InputError(what, "Name one of each.")
+    if len(plans) > 1 and options.parallel:
+        what = "--parallel goes with one value of -t, -b and -ub, and of the options of layers and of the KV cache."
+        raise InputError(what, "Name one of each.")
+
+
+def _arms(base: EngineConfig, **lists: Sequence[Any] | None) -> list[EngineConfig]:
+    """The configuration once per combination of the listed fields, its own or its context's. Raises ValueError."""
+    names = [name for name, values in lists.items() if values]
+    configs = []
+    for values in itertools.product(*(lists[name] or () for name in names)):
+        own = dict(zip(names, values, strict=True))
+        context = {name: own.pop(name) for name in names if name in _OF_CONTEXT}
+        configs.append(replace(base, **own, context=replace(base.context, **context)))
+    return configs
+
+
+def _budgets(options: BenchOptions) -> tuple[ExpertBudget, ...]:
+    """Every budget with each ranking and policy; "off" is none of them, and always measured. Raises InputError."""
+    numbers = [number for number in map(parse_number, options.expert_budget or ()) if number is not None]
+    if not numbers:
+        expect_no_companions(options, "LIST")
+    rankings, policies = options.budget_ranking or (None,), options.budget_policy or (None,)
+    combined = itertools.product(rankings, policies, numbers)
+    return tuple(make_budget(number, ranking=ranking, policy=policy) for ranking, policy, number in combined)
+
+
+def _tests(options: BenchOptions, *, has_dataset: bool) -> tuple[SyntheticTest, ...]:
+    """The tests as llama-bench orders them: prompts, decoding and pairs of each depth. Raises InputError.
+
+    With a dataset or scripted acceptance, only those that are asked for.
+    """
+    prompts = [0 if has_dataset else SYNTHETIC_PROMPT] if options.n_prompt is None else options.n_prompt
+    answers = [] if has_dataset else [SYNTHETIC_ANSWER] if options.n_predict is None else options.n_predict
+    tests = synthetic_tests(prompts, answers, options.pairs, [0] if options.n_depth is None else options.n_depth)
+    if options.n_depth is not None and not tests:
+        raise InputError("-d is the depth of synthetic tests, and there are none.", "Add -p 512.")
+    return tests
+
+
+def synthetic_tests(
+    prompts: Sequence[int], answers: Sequence[int], pairs: Sequence[tuple[int, int]] = (), depths: Sequence[int] = (0,)
+) -> tuple[SyntheticTest, ...]:
+    """Tests of these sizes, each once; sizes of 0 are none."""
+    sizes = [*((n, 0) for n in prompts if n), *((0, n) for n in answers if n), *pairs]
+    return tuple(dict.fromkeys(SyntheticTest(*size, depth) for depth in depths for size in sizes))
+
+
+def _scripted(options: BenchOptions) -> tuple[ScriptedTest, ...]:
+    """The tests with scripted acceptance, one for each length and rate. Raises InputError."""
+    if options.accept is None and options.accept_confidence is not None:
+        raise InputError("--accept-confidence describes scripted drafts.", "Add --accept .7.")
+    pairs = itertools.product(options.n_predict or [SYNTHETIC_ANSWER], options.accept or ())
+    return tuple(ScriptedTest(n, rate, options.accept_confidence or "calibrated") for n, rate in pairs)
 
 
 def make_bench_plan(
@@ -86,7 +238,7 @@ def make_bench_plan(
     return plan, notes
 
 
-def has_axis(plans: Sequence[BenchPlan]) -> bool:
+def _has_axis(plans: Sequence[BenchPlan]) -> bool:
     """Whether there is something to draw over: threads, batches, or prompts and depths of one kind of test."""
     settings = {(plan.base.n_threads, plan.base.n_batch, plan.base.n_ubatch) for plan in plans}
     tests = plans[0].tests

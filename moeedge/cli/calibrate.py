@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import typer
 
 from moeedge.cli.common import emit
-from moeedge.cli.engine_options import AUTO, BudgetOptions, EngineOptions, PlacementOptions
+from moeedge.cli.engine_options import AUTO, BudgetOptions, CacheOptions, EngineOptions
 from moeedge.cli.options import Output, declare, flatten
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
@@ -29,15 +30,11 @@ declare(
 @flatten
 def calibrate(
     engine: EngineOptions,
-    vram: int | None = None,
-    cache_ratio: float | None = None,
-    policy: str = "spac",
-    utility_cap: int = 4,
+    placement: CacheOptions,
     *,
     disk: bool = False,
     expert_budget: bool = False,
-    budget_ranking: str | None = None,
-    budget_policy: str | None = None,
+    budget: BudgetOptions,
     output: Output = Output.TEXT,
     verbose: bool = False,
 ) -> None:
@@ -53,18 +50,16 @@ def calibrate(
     engine.limit_openmp_spin(emulate_bundled=True)
     if disk:
         unused = {
-            "--vram": vram,
-            "--cache-ratio": cache_ratio,
+            "--vram": placement.vram_bytes,
+            "--cache-ratio": placement.cache_ratio,
             "-md": engine.model_draft,
             "--draft-max": engine.draft_max,
         }
         show_disk(engine.model, [name for name, value in unused.items() if value is not None], output)
         return
-    placement = PlacementOptions(vram_bytes=vram, cache_ratio=cache_ratio, policy=policy, utility_cap=utility_cap)
     config = engine.config(placement.config(measure_anew=not expert_budget), emulate_bundled=True)
     if expert_budget:  # the machine is not measured again
-        budget = BudgetOptions(expert_budget=AUTO, budget_ranking=budget_ranking, budget_policy=budget_policy)
-        show_budgets(budget.config(config), output)
+        show_budgets(replace(budget, expert_budget=AUTO).config(config), output)
     else:
         show_calibration(config, output)
 

@@ -6,10 +6,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from moeedge.cli.common import text_of, unescaped, valid_text
 from moeedge.cli.declare import SETTINGS
+from moeedge.cli.engine_options import BudgetOptions, LlamaOptions, PlacementOptions
 from moeedge.cli.options import Output, declare, output_parser
 from moeedge.engine.types import DEFAULT_SAMPLERS, SAMPLERS, SamplingConfig, seed_or_random
 from moeedge.errors import InputError
@@ -183,50 +184,6 @@ for line, names in SETTINGS.items():
 
 
 @dataclass(frozen=True, kw_only=True)
-class TalkOptions:
-    """The first message, and how the chat goes on."""
-
-    prompt: str | None = None
-    file: Path | None = None
-    system_prompt: str | None = None
-    system_prompt_file: Path | None = None
-    escape: bool = False
-    n_predict: int = -1
-    raw: bool = False
-    single_turn: bool = False
-    interactive: bool = False
-    resume: str | None = None
-    no_autosave: bool = False
-
-    def texts(self) -> tuple[str | None, str]:
-        """The prompt of -p or -f, and the system prompt. Raises InputError."""
-        system = text_of(self.system_prompt, self.system_prompt_file, "-sys", "-sysf") or ""
-        prompt = text_of(self.prompt, self.file, "-p", "-f")
-        if self.raw and system:
-            raise InputError("A system prompt (-sys) needs a chat template.", "Leave out --raw.")
-        return (prompt and unescaped(prompt), unescaped(system)) if self.escape else (prompt, system)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ViewOptions:
-    """Figures and notes besides the text of answers, and their form."""
-
-    stats: Output | None = None
-    quiet: bool = False
-    plain: bool = False
-    show_thinking: bool | None = None
-    verbose: bool = False
-
-    def look(self) -> Look:
-        """The chat's settings of the view."""
-        return Look(
-            stats="off" if self.quiet else "full" if self.verbose else "line",
-            show_thinking="auto" if self.show_thinking is None else "on" if self.show_thinking else "off",
-            markdown=not self.plain,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
     """How the next token is drawn, and what answers follow."""
 
@@ -314,3 +271,50 @@ def _logit_bias(text: str) -> tuple[int, float]:
         raise InputError(f"--logit-bias takes a token's id and a number, not {text!r}.", "Write for instance 15043+1.")
     bias = min(float(match[3]), _ALWAYS)
     return int(match[1]), -bias if match[2] == "-" else bias
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions:
+    """All options of a chat: the first message and how it goes on, what answers, and what is shown besides."""
+
+    prompt: str | None = None
+    file: Path | None = None
+    system_prompt: str | None = None
+    system_prompt_file: Path | None = None
+    escape: bool = False
+    n_predict: int = -1
+    raw: bool = False
+    single_turn: bool = False
+    interactive: bool = False
+    resume: str | None = None
+    no_autosave: bool = False
+    engine: LlamaOptions
+    template: TemplateOptions
+    sampling: SamplingOptions
+    placement: PlacementOptions
+    budget: BudgetOptions
+    keep_cache: bool = False
+    ram: int | Literal["auto", "off"] = "auto"
+    context_shift: bool = False
+    output: Output = Output.TEXT
+    stats: Output | None = None
+    quiet: bool = False
+    plain: bool = False
+    show_thinking: bool | None = None
+    verbose: bool = False
+
+    def texts(self) -> tuple[str | None, str]:
+        """The prompt of -p or -f, and the system prompt. Raises InputError."""
+        system = text_of(self.system_prompt, self.system_prompt_file, "-sys", "-sysf") or ""
+        prompt = text_of(self.prompt, self.file, "-p", "-f")
+        if self.raw and system:
+            raise InputError("A system prompt (-sys) needs a chat template.", "Leave out --raw.")
+        return (prompt and unescaped(prompt), unescaped(system)) if self.escape else (prompt, system)
+
+    def look(self) -> Look:
+        """The chat's settings of the view."""
+        return Look(
+            stats="off" if self.quiet else "full" if self.verbose else "line",
+            show_thinking="auto" if self.show_thinking is None else "on" if self.show_thinking else "off",
+            markdown=not self.plain,
+        )

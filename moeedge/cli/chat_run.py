@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict, replace
-from typing import Literal
 
 import typer
 
 from moeedge import paths
-from moeedge.cli.chat_options import SamplingOptions, TalkOptions, TemplateOptions, ViewOptions
+from moeedge.cli.chat_options import ChatOptions, TemplateOptions
 from moeedge.cli.common import accept_any_text
-from moeedge.cli.engine_options import BudgetOptions, LlamaOptions, PlacementOptions, layer_notes
+from moeedge.cli.engine_options import layer_notes
 from moeedge.cli.model_files import ModelFiles, resolve_models
+from moeedge.cli.options import Output
 from moeedge.engine.autosave import Autosave, unfinished_chats
 from moeedge.engine.conversation import Conversation, prompt_tokens
 from moeedge.engine.session import Session, prepare_answers
@@ -40,70 +40,57 @@ _DRAFT_WORDS = ("auto", "mtp", "ngram", "none")  # sources of drafts for any mod
 _N_CHECKPOINTS = 8  # messages that a chat can go back to without computing all again
 
 
-def run_chat(
-    talk: TalkOptions,
-    engine: LlamaOptions,
-    template: TemplateOptions,
-    sampling: SamplingOptions,
-    placement: PlacementOptions,
-    budget: BudgetOptions,
-    view: ViewOptions,
-    *,
-    keep_cache: bool,
-    ram: int | Literal["auto", "off"],
-    context_shift: bool,
-    as_json: bool,
-    begin: LoadReading,
-) -> int:
+def run_chat(options: ChatOptions, begin: LoadReading) -> int:
     """Chats, or gives a single answer. begin: the load before this process worked. Returns the exit code."""
-    set_modes(quiet=view.quiet, plain=view.plain)
-    if talk.resume == "list":
+    engine, as_json = options.engine, options.output is Output.JSON
+    set_modes(quiet=options.quiet, plain=options.plain)
+    if options.resume == "list":
         _list_unfinished()
         return 0
     accept_any_text()
-    given, system = talk.texts()
-    if talk.raw and template != TemplateOptions():
+    given, system = options.texts()
+    if options.raw and options.template != TemplateOptions():
         raise InputError("There is no chat template with --raw.", "Leave out --raw, or the template's options.")
-    drawn, notes = sampling.config(escape=talk.escape)
-    choice = template.choice()
+    drawn, notes = options.sampling.config(escape=options.escape)
+    choice = options.template.choice()
     check_source(choice.source)
-    settings = Settings(drawn, n_predict=talk.n_predict, look=view.look(), template=choice)
-    placed = placement.config(governed=not keep_cache, calibrate_later=True)
+    settings = Settings(drawn, n_predict=options.n_predict, look=options.look(), template=choice)
+    placed = options.placement.config(governed=not options.keep_cache, calibrate_later=True)
     # random numbers are drawn draft by draft: lengths that follow times would give other tokens for the same seed
     auto_gamma = drawn.seed is None or not drawn.is_random
 
     def configure(files: ModelFiles | None = None) -> EngineConfig:
         config = engine.config(
-            placed, context_shift=context_shift, files=files, default_draft="auto", auto_gamma=auto_gamma
+            placed, context_shift=options.context_shift, files=files, default_draft="auto", auto_gamma=auto_gamma
         )
-        return replace(config, cpu_fallback=True, ram=ram, n_checkpoints=_N_CHECKPOINTS)
+        return replace(config, cpu_fallback=True, ram=options.ram, n_checkpoints=_N_CHECKPOINTS)
 
     def named(name: str) -> EngineConfig:
         draft = engine.model_draft
         return configure(resolve_models(user_path(name), draft if draft in _DRAFT_WORDS else "auto"))
 
-    config = budget.config(configure())
+    config = options.budget.config(configure())
     busy = busy_note(LoadReading.now().others_since(begin), config.n_threads or physical_cores())
     err, out = stderr_console(), stdout_console()
-    goes_on = talk.interactive and given is not None
-    if talk.interactive and not is_terminal(sys.stdin):
+    goes_on = options.interactive and given is not None
+    if options.interactive and not is_terminal(sys.stdin):
         raise InputError("-i needs a terminal, and standard input is not one.", "Leave out -i.")
     question = None if goes_on else one_shot_prompt(given, sys.stdin, notice=lambda line: say(err, line))
     if question is None and as_json:
         raise InputError("-o json prints a single answer.", "Give -p TEXT or pipe a text in.")
-    if question is not None and talk.resume is not None:
+    if question is not None and options.resume is not None:
         raise InputError("--resume goes on with a chat, and -p asks for a single answer.", "Leave out one of them.")
     run = Run(notifier(err))
-    config = budget.measured(config if question is None else replace(config, n_checkpoints=0), run)
+    config = options.budget.measured(config if question is None else replace(config, n_checkpoints=0), run)
     conversation = Conversation(system=system)
     with ModelSwitch(config, named, run) as switch:
         session = switch.session
         settings = settings_of(session, settings)
-        warnings = [*layer_notes(config), *([busy] if busy and not view.quiet else [])]
-        for line in [*notes, *prepare_answers(session, settings.sampling, settings.template, raw=talk.raw)]:
+        warnings = [*layer_notes(config), *([busy] if busy and not options.quiet else [])]
+        for line in [*notes, *prepare_answers(session, settings.sampling, settings.template, raw=options.raw)]:
             say(err, line)
         toy = paths.is_bundled(config.model)
-        if view.quiet:
+        if options.quiet:
             print_warnings(err, session.info, warnings, quiet=True)
         elif question is not None:
             print_header(err, session.info, toy=toy, warnings=warnings)
@@ -112,14 +99,16 @@ def run_chat(
             print_greeting(err, session.info, toy=toy, starter=starter, cache_speed=speed, warnings=warnings)
         if question is not None:
             conversation.ask(question)
-            prompt_ids = prompt_tokens(session.model, conversation, raw=talk.raw, template=session.template)
-            code = answer_once(session, prompt_ids, settings, as_json=as_json, panel=not view.verbose, out=out, err=err)
+            prompt_ids = prompt_tokens(session.model, conversation, raw=options.raw, template=session.template)
+            code = answer_once(
+                session, prompt_ids, settings, as_json=as_json, panel=not options.verbose, out=out, err=err
+            )
         else:
             unfinished = unfinished_chats(paths.unfinished_chats_dir, run)
-            if unfinished and talk.resume is None:
+            if unfinished and options.resume is None:
                 say(err, commands.offer(unfinished), style="yellow")
-            autosave = Autosave(paths.unfinished_chats_dir, origin_of(session, raw=talk.raw))
-            history = open_history(paths.history_file, run)
+            autosave = Autosave(paths.unfinished_chats_dir, origin_of(session, raw=options.raw))
+            history = open_history(lambda: paths.cache_dir() / "chat_history", run)
             repl = Repl(
                 session,
                 conversation,
@@ -128,15 +117,15 @@ def run_chat(
                 out=out,
                 err=err,
                 switch=switch,
-                autosave=None if talk.no_autosave else autosave,
+                autosave=None if options.no_autosave else autosave,
                 unfinished=unfinished,
-                raw=talk.raw,
-                panel=not view.verbose,
-                single_turn=talk.single_turn,
+                raw=options.raw,
+                panel=not options.verbose,
+                single_turn=options.single_turn,
             )
             repl.attached = given or ""  # as an attached file it is no command, whatever it begins with
-            code = repl.run("" if goes_on else None if talk.resume is None else f"/resume {talk.resume}")
-        if view.stats is not None:
+            code = repl.run("" if goes_on else None if options.resume is None else f"/resume {options.resume}")
+        if options.stats is not None:
             _print_stats(switch.session)
     return code
 

@@ -9,6 +9,7 @@ from copy import copy
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from functools import partial, wraps
+from operator import not_
 from pathlib import Path
 from textwrap import dedent
 from typing import Annotated, Any, get_origin, get_type_hints
@@ -45,7 +46,8 @@ def declare(
 
     A line begins with the spelling as --help shows it and, after two blanks, the help text, which goes on in indented
     lines. The last of them may be "also:", with what --help does not show: further spellings, the environment variables
-    that set the option where the command line does not (llama.cpp's names), and fields of configurations that it sets.
+    that set the option where the command line does not (llama.cpp's names), and fields of configurations that it sets,
+    --no-X the field X to off.
     After it "set:" makes it a setting of a running chat, see moeedge.ui.chat.settings.add.
     "* " before the spelling: the short help shows the option. "[NAME]" begins a panel of --help.
 
@@ -76,6 +78,8 @@ def declare(
             option.also = tuple(word for word in others.split() if word.startswith("-"))
             declared = _derived(option, last, help, panel, **further)
         declared.short = declared.short or shown != spelling
+        if names[0].removeprefix("no_") in names[1:]:  # --no-X is the field X, and off
+            declared.convert, declared.kind = not_, bool
         declared.names = names
         if "set" in further_lines:
             short = [word.lstrip("-") for word in declared.flags if not word.startswith("--")]
@@ -175,12 +179,23 @@ def _declarations(command: Any) -> Iterator[tuple[Any, Any]]:
 def flatten(command: Callable[..., None], **defaults: Any) -> Callable[..., None]:
     """`command` as Typer needs it: every field of the dataclasses that it takes is an option of its own.
 
-    A parameter or field without an option stands for that of its name in OPTIONS; a field that has none there keeps its
-    default, and so does one of which the command has a parameter. Fields that are dataclasses are groups themselves.
-    defaults: of fields, where those of the command differ.
+    A command with a single dataclass `options` has the fields of that as parameters. A parameter or field without an
+    option stands for that of its name in OPTIONS; a field that has none there keeps its default, and so does one of
+    which the command has a parameter. Fields that are dataclasses are groups themselves. defaults: of fields, where
+    those of the command differ.
     """
-    own = inspect.signature(command).parameters
-    hints = get_type_hints(command, include_extras=True)
+    signature, own = inspect.signature(command), get_type_hints(command, include_extras=True)
+    own_defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
+    del own["return"]
+    call: Callable[..., Any] = command
+    if [*own] == ["options"]:
+        whole = own["options"]
+        own = get_type_hints(whole, include_extras=True)
+        own_defaults = {field.name: _default(field) for field in fields(whole)}
+
+        def call(**values: Any) -> None:
+            command(whole(**values))
+
     parameters: list[inspect.Parameter] = []
 
     def option_of(name: str, hint: Any) -> Any:
@@ -207,17 +222,16 @@ def flatten(command: Callable[..., None], **defaults: Any) -> Callable[..., None
             if is_dataclass(hint):
                 add_fields(hint)
             elif (option := option_of(field.name, hint)) is not None and field.name not in own:
-                default = field.default if field.default_factory is MISSING else field.default_factory()
-                default = defaults.get(field.name, default)
+                default = defaults.get(field.name, _default(field))
                 if "Default: " in option.help and default is not None and field.name not in defaults:
                     hint, default = hint | None, None  # the text says it; see `made`
                 add(field.name, hint, default)
 
-    for name, parameter in own.items():
-        if is_dataclass(hints[name]):
-            add_fields(hints[name])
+    for name, hint in own.items():
+        if is_dataclass(hint):
+            add_fields(hint)
         else:
-            add(name, hints[name], parameter.default)
+            add(name, hint, own_defaults[name])
 
     def made(group: Any, values: dict[str, Any]) -> Any:
         arguments = {}
@@ -235,11 +249,15 @@ def flatten(command: Callable[..., None], **defaults: Any) -> Callable[..., None
                 values[parameter.name] = _value(option, values[parameter.name])
         if sum(value == Path("-") for value in values.values()) > 1:
             raise InputError("Only one option can read standard input (-).", "Give files for the others.")
-        command(**{name: made(hints[name], values) if is_dataclass(hints[name]) else values[name] for name in own})
+        call(**{name: made(hint, values) if is_dataclass(hint) else values[name] for name, hint in own.items()})
 
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
+
+
+def _default(field: Any) -> Any:
+    return field.default if field.default_factory is MISSING else field.default_factory()
 
 
 def _value(option: Any, value: Any) -> Any:

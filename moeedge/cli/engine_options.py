@@ -10,7 +10,7 @@ import math
 import os
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from moeedge import paths
 from moeedge.cli.common import names, text_of
@@ -28,6 +28,7 @@ from moeedge.errors import EmptyPromptError, InputError, MoeedgeError
 from moeedge.hardware.spec import EMULATED, RPC_SCHEME, DeviceSpec
 from moeedge.llama.settings import DEFAULT_KV_TYPE, ContextSettings, LoadSettings, LoraAdapter
 from moeedge.policies.registry import POLICIES, where_simulated
+from moeedge.records import filled
 from moeedge.run import Run
 
 if TYPE_CHECKING:  # what needs NumPy is imported where it is used: --help does not wait for it
@@ -66,10 +67,16 @@ class EngineOptions:
     offline: bool = False
 
     def limit_openmp_spin(self, *, emulate_bundled: bool = False, ram: int | str = "off") -> None:
-        """As the function of that name. emulate_bundled: auto may be the emulated device; ram: the value of --ram."""
+        """As the function of that name, where other threads work at the same time.
+
+        These are the emulated device, of auto with emulate_bundled, too; a worker, which may run here; and with --ram
+        threads that read experts from the file.
+        """
         bundled = self.model is None or paths.is_bundled(self.model)
+        may_emulate = self.device == "auto" and emulate_bundled and bundled
         reads_experts = ram not in ("auto", "off") or (ram == "auto" and not bundled and self._exceeds_memory())
-        limit_openmp_spin(self.device, may_emulate=emulate_bundled and bundled, reads_experts=reads_experts)
+        if may_emulate or reads_experts or self.device.startswith((EMULATED, RPC_SCHEME)):
+            limit_openmp_spin()
 
     def _exceeds_memory(self) -> bool:
         """Whether the model's file does not fit what is free."""
@@ -98,10 +105,10 @@ class EngineOptions:
         files: where -m and -md are resolved already. default_draft: the value of -md where it is not given. auto_gamma:
         whether drafts are as long as pays, unless --draft-max is given; None: those of heads and n-grams without -md.
         """
-        from moeedge.cli.model_files import notify, resolve_models
+        from moeedge.cli.model_files import fetch_model, notify, resolve_models
 
         check_device(self.device)
-        files = files or resolve_models(self.model, self.model_draft or default_draft, download=True)
+        files = files or resolve_models(self.model, self.model_draft or default_draft, fetch=fetch_model)
         if self.cpu_moe and self.n_cpu_moe is not None:
             raise InputError("--cpu-moe and --n-cpu-moe cannot be used together.", "Leave out one of them.")
         gamma = self.draft_max
@@ -111,37 +118,36 @@ class EngineOptions:
             gamma = "auto"
         elif gamma is None and files.draft_max != DEFAULT_GAMMA:
             notify(f"The catalog suggests {files.draft_max} tokens per draft for it; --draft-max overrides this.")
-        return EngineConfig(
+        return filled(
+            EngineConfig,
+            self,
             model=files.target,
             draft=files.draft,
             n_ctx=self.ctx_size,
             n_threads=self.threads,
             gamma=files.draft_max if gamma is None else max(files.draft_max, 1) if gamma == "auto" else gamma,
             auto_gamma=gamma == "auto",
-            draft_p_min=self.draft_p_min,
             n_gpu_layers=0 if self.device == "none" else self.n_gpu_layers,
             n_cpu_moe=ALL_ON_CPU if self.cpu_moe else self.n_cpu_moe,
-            device=self.device,
             emulate_bundled=emulate_bundled,
             placement=placement or PlacementOptions().config(),
             context_shift=context_shift,
+            **self.settings(),
         )
+
+    def settings(self) -> dict[str, Any]:
+        """Fields of the configuration that are not options by themselves."""
+        return {}
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlacementOptions:
-    """Which experts the device holds, and who decides: fields of PlacementConfig, which needs NumPy."""
+class CacheOptions:
+    """How many experts the device holds, and which: fields of PlacementConfig, which needs NumPy."""
 
     vram_bytes: int | None = None
     cache_ratio: float | None = None
     policy: str = "spac"
-    ablations: frozenset[str] = frozenset()
     utility_cap: int = 4
-    forgetting: float = 0.1
-    prefill: str = "auto"
-    calibrate: bool = True
-    warm_start: bool = True
-    pins_files: bool = True
 
     def config(self, **others: Any) -> PlacementConfig:
         """The scheduler's configuration. Raises InputError and ValueError for values that it cannot have."""
@@ -151,6 +157,18 @@ class PlacementOptions:
             hint = f"Choose from: {', '.join(POLICIES)}.{where_simulated(self.policy)}"
             raise InputError(f"Unknown policy {self.policy!r}.", hint)
         return PlacementConfig(**vars(self), **others)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementOptions(CacheOptions):
+    """In addition how the policy works, and what is measured and kept."""
+
+    ablations: frozenset[str] = frozenset()
+    forgetting: float = 0.1
+    prefill: str = "auto"
+    calibrate: bool = True
+    warm_start: bool = True
+    pins_files: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,22 +187,15 @@ class LlamaOptions(EngineOptions):
     lora_scaled: tuple[LoraAdapter, ...] = ()
     rope_scale: float | None = None
 
-    def config(self, placement: PlacementConfig | None = None, **choices: Any) -> EngineConfig:
-        """As of the engine's options. Raises ValueError, too, for values that the settings cannot have."""
+    def settings(self) -> dict[str, Any]:
+        """Of the context and of loading. Raises ValueError for values that they cannot have."""
         rope = self.context.rope
         if self.rope_scale is not None:
             if not 0 < self.rope_scale < math.inf:
                 raise ValueError(f"--rope-scale must be > 0 and finite, not {self.rope_scale}")
             rope = replace(rope, freq_scale=1 / self.rope_scale)
-        return replace(
-            super().config(placement, **choices),
-            n_batch=self.n_batch,
-            n_ubatch=self.n_ubatch,
-            context=replace(self.context, rope=rope, adapters=self.lora + self.lora_scaled),
-            draft_type_k=self.draft_type_k,
-            draft_type_v=self.draft_type_v,
-            load=self._load(),
-        )
+        context = replace(self.context, rope=rope, adapters=self.lora + self.lora_scaled)
+        return {"context": context, "load": self._load()}
 
     def _load(self) -> LoadSettings:
         if not self.mlock and self.mmap is None:
@@ -221,14 +232,6 @@ class BudgetOptions:
         from moeedge.bench.budget_choice import find_budget
 
         return replace(config, expert_budget=find_budget(config, config.expert_budget, run))
-
-
-class AnswerSettings(TypedDict):
-    """Length and sampling of the answers to a command's prompts."""
-
-    n_predict: int
-    sampling: SamplingConfig
-    raw: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,18 +274,18 @@ class TextOptions:
             "dataset_sha256": ",".join(dataset.sha256 for dataset in sets),
         }
 
-    def sampling(self) -> SamplingConfig:
-        """Temperature and seed; a drawn seed serves all answers, so that the report and the trace can name it."""
+    def answers(self) -> dict[str, Any]:
+        """Length and sampling of the answers, as what records them takes them.
+
+        A drawn seed serves all answers, so that the report and the trace can name it.
+        """
         import secrets  # loads hashlib, which --help does not wait for
 
         seed = seed_or_random(self.seed)
         if seed is None and self.temp > 0:
             seed = secrets.randbits(32)
-        return SamplingConfig(temperature=self.temp, seed=seed)
-
-    def answers(self) -> AnswerSettings:
-        """Length and sampling of the answers, as what records them takes them."""
-        return {"n_predict": self.n_predict, "sampling": self.sampling(), "raw": self.raw}
+        sampling = SamplingConfig(temperature=self.temp, seed=seed)
+        return {"n_predict": self.n_predict, "sampling": sampling, "raw": self.raw}
 
 
 def expect_no_companions(options: DataclassInstance, value: str) -> None:
@@ -337,11 +340,6 @@ def layer_notes(config: EngineConfig) -> list[str]:
     return [f"llama.cpp lists no GPU here: {' and '.join(options)} {verb} no effect."]
 
 
-def limit_openmp_spin(device: str, *, may_emulate: bool = False, reads_experts: bool = False) -> None:
-    """Makes idle OpenMP threads yield their core soon where other threads work at the same time.
-
-    These are the emulated device (also of auto, with may_emulate), a worker, which may run here, or threads that read
-    experts from the file. GOMP_SPINCOUNT is read when llama_cpp is loaded, so this must come before.
-    """
-    if device.startswith((EMULATED, RPC_SCHEME)) or (may_emulate and device == "auto") or reads_experts:
-        os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
+def limit_openmp_spin() -> None:
+    """Makes idle OpenMP threads yield their core soon; GOMP_SPINCOUNT is read when llama_cpp is loaded."""
+    os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)

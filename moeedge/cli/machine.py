@@ -13,7 +13,7 @@ from moeedge.cli.common import EXIT_FAILURE, emit, interrupted_code
 from moeedge.cli.engine_options import limit_openmp_spin
 from moeedge.cli.options import Output, declare, flatten
 from moeedge.errors import DeviceError
-from moeedge.hardware.spec import MAX_N_THREADS, RPC_SCHEME, parse_host_port
+from moeedge.hardware.spec import MAX_N_THREADS, parse_host_port
 from moeedge.health.running import list_running
 from moeedge.ui.tables import records_json
 from moeedge.units import format_bytes
@@ -105,7 +105,7 @@ def worker(
     On the other machine, -dev rpc://HOST:PORT places experts on it. The worker runs until Ctrl-C and serves one chat
     or measurement at a time. Anyone who reaches the port can use it: see --insecure-listen.
     """
-    limit_openmp_spin(RPC_SCHEME)  # the other side may run on this machine
+    limit_openmp_spin()  # the other side may run on this machine
     from moeedge.engine.context_choice import thread_notes
     from moeedge.hardware import rpc
     from moeedge.llama import library

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
@@ -17,6 +17,8 @@ from moeedge.hub.remote import RemoteFile, WantedModel, check_room, fetch_file, 
 if TYPE_CHECKING:
     from moeedge.ui.console import PullProgress
 
+Fetch = Callable[[str, bool], LocalModel]  # brings a model by its name, with its draft or without
+
 
 @dataclass(frozen=True)
 class ModelFiles:
@@ -27,14 +29,13 @@ class ModelFiles:
     draft_max: int = DEFAULT_GAMMA  # suits the two
 
 
-def resolve_models(model: Path | None, draft: str | None, *, download: bool = False) -> ModelFiles:
+def resolve_models(model: Path | None, draft: str | None, *, fetch: Fetch | None = None) -> ModelFiles:
     """The files of -m and -md, where a path that exists comes before a name; notes on standard error name them.
 
     Without -m it is the bundled target. Without -md the bundled target gets the bundled draft, a model of the catalog
     the best of its drafts that is on this machine, and any other model none. "auto" prefers the head in the model's own
-    file, and takes n-grams where there would be none. download: fetch missing files from the hub, with the catalog's
-    draft where -md is not given. Raises ModelFileError, ModelNameError for a name whose files are not here,
-    DownloadError.
+    file, and takes n-grams where there would be none. fetch: brings what is not here, a target with the catalog's draft
+    where -md is not given. Raises ModelFileError, ModelNameError for a name whose files are not here, DownloadError.
     """
     if model is None or (str(model).lower() == "bundled" and not model.exists()):
         model = paths.bundled_target()
@@ -42,12 +43,12 @@ def resolve_models(model: Path | None, draft: str | None, *, download: bool = Fa
     if draft in get_args(DraftWord):
         source = draft  # type: ignore[assignment]
     elif draft not in (None, "auto", "none"):
-        source = _locate(str(draft), download).path
+        source = _locate(str(draft), fetch).path
     if paths.is_bundled(model):
         if draft in (None, "auto") and model.name == "target.gguf":
             source = paths.bundled_draft()
         return ModelFiles(model, "ngram" if draft == "auto" and source is None else source)
-    target = _locate(str(model), download, with_draft=draft in (None, "auto"))
+    target = _locate(str(model), fetch, with_draft=draft in (None, "auto"))
     if draft == "auto" and drafts_for_itself(target.path):
         return ModelFiles(target.path, "mtp")
     entry = None if target.choice is None else target.choice.entry
@@ -58,8 +59,9 @@ def resolve_models(model: Path | None, draft: str | None, *, download: bool = Fa
             name = drafts[0].name
             without = "" if draft == "auto" else ": no drafts"
             notify(f"The model's draft {name} is not on this machine{without}. Download it with moeedge pull {name}.")
+        elif listed is not None and (source := find_variant(listed.variant)) is None:
+            source = _locate(listed.name, fetch).path  # next to a target of which the header alone was fetched
         elif listed is not None:
-            source = find_variant(listed.variant)
             notify(f"The draft is {listed.name}, as the catalog says: {source}")
     if draft == "auto" and source is None:
         notify(
@@ -84,22 +86,28 @@ def drafts_for_itself(path: Path) -> bool:
     return has_head
 
 
-def _locate(text: str, may_download: bool, *, with_draft: bool = False) -> LocalModel:
+def _locate(text: str, fetch: Fetch | None, *, with_draft: bool = False) -> LocalModel:
     try:
         model = locate(text)
     except ModelNameError:
         find(load_catalog(), text)  # raises for an unknown name
-        if not may_download or is_offline():
+        if fetch is None:
             raise
+        model = fetch(text, with_draft)
+    if model.name:
+        notify(f"{model.name} is {model.path}")
+    return model
+
+
+def fetch_model(text: str, with_draft: bool) -> LocalModel:
+    """Downloads a model, unless --offline forbids it. Raises ModelNameError where it is not here then."""
+    if not is_offline():
         from moeedge.ui.console import PullProgress
 
         progress = PullProgress()
         progress.note(f"{text} is not on this machine and is downloaded now (not with --offline).")
         download(want_pair(load_catalog(), text, no_draft=not with_draft), progress)
-        model = locate(text)
-    if model.name:
-        notify(f"{model.name} is {model.path}")
-    return model
+    return locate(text)
 
 
 def download(wanted: Sequence[WantedModel], progress: PullProgress, *, dry_run: bool = False) -> list[RemoteFile]:

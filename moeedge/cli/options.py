@@ -329,8 +329,6 @@ declare(
     read={_ram: "ram", memory_size: "vram"},
     policy={"names": lambda: POLICIES},
     ablate={"kind": list[str], "convert": ablations},
-    no_calibrate={"kind": bool, "convert": not_},
-    no_warm_start={"kind": bool, "convert": not_},
     no_pin={"kind": bool, "convert": not_},
     output={"parser": output_parser("text|json")},
 )

@@ -6,15 +6,14 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 import typer
 
 from moeedge.cli.common import emit, gpu_memory, memory_size, names
-from moeedge.cli.engine_options import LlamaOptions, PlacementOptions, check_device, layer_notes
+from moeedge.cli.engine_options import CacheOptions, LlamaOptions, check_device, layer_notes
 from moeedge.cli.options import Output, declare, flatten
-from moeedge.engine.types import DEFAULT_GAMMA, DraftWord
-from moeedge.errors import DownloadError, ModelNameError
+from moeedge.errors import DownloadError
 from moeedge.run import Run
 from moeedge.ui.tables import record_json
 from moeedge.units import parse_rate
@@ -74,7 +73,7 @@ def plan(
     from moeedge.planning.session_plan import known_tier, make_session_plan
     from moeedge.ui.model_views import print_plan
 
-    placement = PlacementOptions(cache_ratio=cache_ratio).config()
+    placement = CacheOptions(cache_ratio=cache_ratio).config()
     check_device(engine.device)
     with ExitStack() as resources:
         try:
@@ -112,31 +111,20 @@ def _repeated(context: typer.Context, without: set[str]) -> list[str]:
 
 def _find(model: Path | None, draft: str | None, resources: ExitStack) -> tuple[ModelFiles, dict[Path, str]]:
     """The files of -m and -md as chat takes them; of those not on this machine the headers, and their pull names."""
-    from moeedge.cli.model_files import ModelFiles, drafts_for_itself, resolve_models
+    from moeedge.cli.model_files import resolve_models
     from moeedge.hub.catalog import Choice, find, load_catalog
+    from moeedge.hub.local import LocalModel
     from moeedge.planning.headers import locate_or_fetch
     from moeedge.ui.console import notifier, stderr_console
 
-    draft = draft or "auto"
-    try:
-        return resolve_models(model, draft), {}
-    except ModelNameError:
-        if model is None:
-            raise
     folder = Path(resources.enter_context(TemporaryDirectory(prefix="moeedge-plan-")))
-    err, catalog = stderr_console(), load_catalog()
-    target, name = locate_or_fetch(str(model), folder, Run(notifier(err)))
-    names_by_path = {target: name}
-    choice = None if model.exists() else find(catalog, str(model))
-    entry = choice.entry if isinstance(choice, Choice) else None
-    if draft == "auto" and drafts_for_itself(target):
-        draft = "mtp"
-    elif draft == "auto":
-        drafts = catalog.drafts(choice) if isinstance(choice, Choice) else []
-        draft = drafts[0].name if drafts else "ngram"
-    draft_file: Path | DraftWord | None = draft if draft in get_args(DraftWord) else None  # type: ignore[assignment]
-    if draft not in ("none", *get_args(DraftWord)):
-        draft_file, name = locate_or_fetch(draft, folder, Run(notifier(err)))
-        names_by_path[draft_file] = name
-    suits = DEFAULT_GAMMA if entry is None or entry.draft_max is None or draft == "mtp" else entry.draft_max
-    return ModelFiles(target, draft_file, suits), {path: name for path, name in names_by_path.items() if name}
+    pull_names: dict[Path, str] = {}
+
+    def fetch_header(text: str, with_draft: bool) -> LocalModel:
+        path, pull_name = locate_or_fetch(text, folder, Run(notifier(stderr_console())))
+        if pull_name:
+            pull_names[path] = pull_name
+        choice = find(load_catalog(), text)
+        return LocalModel(path, choice if isinstance(choice, Choice) else None)
+
+    return resolve_models(model, draft or "auto", fetch=fetch_header), pull_names

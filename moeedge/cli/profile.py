@@ -54,16 +54,25 @@ def profile(
     """
     engine.limit_openmp_spin(ram=ram)
     from moeedge.cli import profile_run  # from here on llama.cpp is loaded
+    from moeedge.ui.console import check_output, check_picture
 
+    if layer is not None and layers is not None:
+        raise InputError("--layer and --layers cannot be used together.", "Give one of them.")
     choice = profile_run.LayerChoice(layer, layers)
-    profile_run.check_files(trace_out=trace_out)
+    if trace_out is not None:
+        check_output(trace_out)
     unused = (texts.prompt, texts.file, texts.dataset, engine.model, trace_out)
     if trace is not None and any(value is not None for value in unused):
         raise InputError("--trace takes no model, prompt or data set, and no --trace-out.", "Leave them out.")
     if trace is None and acceptance_chance is not None:
         hint = "Leave it out: with a model, accepted drafts are counted."
         raise InputError("--acceptance-chance is for --trace only.", hint)
-    profile_run.check_files(plot=plot, report=report)
+    if plot is not None:
+        check_picture(plot)
+    if report is not None:
+        if report.suffix.lower() not in (".html", ".json"):
+            raise InputError(f"--report cannot write {report.name}.", "End the name in .html or .json.")
+        check_output(report)
     if trace is None:
         profiled = profile_run.record(texts, replace(engine.config(placement.config()), ram=ram), choice)
         if trace_out is not None:

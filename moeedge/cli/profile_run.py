@@ -29,8 +29,6 @@ from moeedge.ui.chat.greeting import print_header
 from moeedge.ui.chat.interrupt import Interrupt
 from moeedge.ui.console import (
     Bar,
-    check_output,
-    check_picture,
     count_bar,
     notifier,
     say,
@@ -45,20 +43,15 @@ from moeedge.ui.profile_views import print_model, print_profiles, run_lines
 
 @dataclass(frozen=True)
 class LayerChoice:
-    """--layer and --layers; without both the last layer. Raises InputError where both are given."""
+    """--layer or --layers, not both; without them the last layer."""
 
     layer: str | None
     layers: str | None
 
-    def __post_init__(self) -> None:
-        if self.layer is not None and self.layers is not None:
-            raise InputError("--layer and --layers cannot be used together.", "Give one of them.")
-
     def of(self, n_layers: int, last: int) -> list[int]:
         """Numbers of the layers of a model; last: the default. Raises LayerRangeError for others."""
-        if self.layers is not None:
-            return parse_layers(self.layers, n_layers)
-        return parse_layers(str(last) if self.layer is None else self.layer, n_layers, single=True)
+        text = next((text for text in (self.layers, self.layer) if text is not None), str(last))
+        return parse_layers(text, n_layers, single=self.layers is None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,18 +65,6 @@ class Profiled:
     steps: Steps | None = None  # simulated verifications; None: those of the trace
     gamma: int | None = None  # of the simulated ones
     exit_code: int = 0  # not 0 after an interruption
-
-
-def check_files(*, trace_out: Path | None = None, plot: Path | None = None, report: Path | None = None) -> None:
-    """Raises InputError for a file that cannot be written."""
-    if trace_out is not None:
-        check_output(trace_out)
-    if plot is not None:
-        check_picture(plot)
-    if report is not None:
-        if report.suffix.lower() not in (".html", ".json"):
-            raise InputError(f"--report cannot write {report.name}.", "End the name in .html or .json.")
-        check_output(report)
 
 
 def record(texts: TextOptions, config: EngineConfig, choice: LayerChoice) -> Profiled:
@@ -158,10 +139,10 @@ def show(profiled: Profiled, choice: LayerChoice, *, as_json: bool, plot: Path |
         say(err, f"Stopped: curves of {len(profile.curves)} of {n_layers} layers.", style="yellow")
     if as_json:  # an object of one layer, whose model stands in it; an array has no place for the model
         reports = [layer_report(layer, run) for layer in profile.layers]
-        single = choice.layers is None
-        if single:
+        is_single = choice.layers is None
+        if is_single:
             reports[0]["model_profile"] = model_report(profile)
-        typer.echo(json.dumps(reports[0] if single else reports, ensure_ascii=False))
+        typer.echo(json.dumps(reports[0] if is_single else reports, ensure_ascii=False))
     else:
         print_profiles(profile.layers, out)
         print_model(profile, out)

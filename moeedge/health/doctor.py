@@ -116,31 +116,6 @@ VARIABLES = (
 BY_NAME = {variable.name: variable for variable in VARIABLES}
 
 
-@dataclass(frozen=True)
-class SetVariable:
-    """A variable that is set and acts, or that looks as if it should."""
-
-    name: str
-    value: str  # as set; a secret is not shown
-    variable: Variable | None  # None: unknown to moeedge
-    suggestion: str = ""  # a known name similar to an unknown one of moeedge
-
-
-def set_variables(environment: Mapping[str, str]) -> list[SetVariable]:
-    """The variables that are set, by name, also unknown ones of known prefixes; not those that every shell sets."""
-    variables = []
-    for name, value in sorted(environment.items()):
-        variable = BY_NAME.get(name)
-        usual = variable is not None and (variable.reader == "the terminal" or name.startswith(("XDG_", "TMP", "LD_")))
-        if not value or (usual and name != "NO_COLOR") or (variable is None and not name.startswith(_SHOWN_PREFIXES)):
-            continue
-        shown = "(set)" if "TOKEN" in name else value
-        is_unknown = variable is None and name.startswith(_OWN_PREFIX)
-        similar = difflib.get_close_matches(name, BY_NAME, 1, _SIMILAR) if is_unknown else []
-        variables.append(SetVariable(name, shown, variable, next(iter(similar), "")))
-    return variables
-
-
 _LITTLE_DISK_BYTES = 2 * 2**30  # of free disk
 _SLOW_BYTES_PER_S = 200e6  # a hard disk or a network's: experts that are read from it take most of the time
 _LITTLE_BYTES = 2**30  # of free memory
@@ -346,29 +321,41 @@ _REFERENCE = "python -m moeedge.cli.reference"  # has the table of all variables
 
 
 def environment(values: Mapping[str, str] = os.environ, *, honoured: Collection[str] = ()) -> Iterator[Finding]:
-    """One finding for all that is well, one for each variable that is not; honoured: LLAMA_ARG_* that act here."""
-    variables = set_variables(values)
-    wrong = {variable.name: finding for variable in variables if (finding := _wrong(variable, honoured)) is not None}
-    well = [f"{variable.name}={variable.value}" for variable in variables if variable.name not in wrong]
+    """One finding for all that is well, one for each variable that is not; honoured: LLAMA_ARG_* that act here.
+
+    Those that every shell sets are left out, and unknown ones of other prefixes than ours and the libraries'.
+    """
+    well, wrong = list[str](), list[Finding]()
+    for name, value in sorted(values.items()):
+        variable = BY_NAME.get(name)
+        usual = variable is not None and (variable.reader == "the terminal" or name.startswith(("XDG_", "TMP", "LD_")))
+        if not value or (usual and name != "NO_COLOR") or (variable is None and not name.startswith(_SHOWN_PREFIXES)):
+            continue
+        shown = f"{name}={'(set)' if 'TOKEN' in name else value}"
+        if (fault := _fault(name, value, honoured)) is None:
+            well.append(shown)
+        else:
+            status, text, hint = fault
+            wrong.append(Finding("variables", status, f"{shown}{text}", hint))
     yield Finding("variables", "ok", ", ".join(well) or "none set that acts here")
-    yield from wrong.values()
+    yield from wrong
 
 
-def _wrong(variable: SetVariable, honoured: Collection[str]) -> Finding | None:
-    name, value, unset = variable.name, variable.value, f"Unset {variable.name}, or name a"
-    meant = f"Did you mean {variable.suggestion}?" if variable.suggestion else f"{_REFERENCE} lists those that do."
-    have = f"{_REFERENCE} lists those that have."
-    offline = name == "HF_HUB_OFFLINE" and value.upper() in ("1", "TRUE", "YES", "ON")
-    wrong: tuple[tuple[bool, Status, str, str], ...] = (
-        (name in _FOLDERS and not Path(value).is_dir(), "warning", ": no such folder", f"{unset} folder."),
-        (name in _FILES and not Path(value).expanduser().is_file(), "broken", ": no such file", f"{unset} file."),
-        (variable.variable is None and name.startswith("MOEEDGE_"), "warning", " has no effect", meant),
-        (name.startswith(OPTION_PREFIX) and name not in honoured, "info", " has no effect here", have),
-        (offline, "info", ": nothing is downloaded", "Unset it before moeedge pull."),
-        (name == "GGML_CPU_DISABLE_FUSION", "info", ": the CPU computes slower", "Unset it."),
-    )
-    rows = (Finding("variables", status, f"{name}={value}{text}", hint) for is_so, status, text, hint in wrong if is_so)
-    return next(rows, None)
+def _fault(name: str, value: str, honoured: Collection[str]) -> tuple[Status, str, str] | None:
+    """Status, text and hint for a variable that cannot be right, or that changes what commands do."""
+    if name in _FOLDERS and not Path(value).is_dir():
+        return "warning", ": no such folder", f"Unset {name}, or name a folder."
+    if name in _FILES and not Path(value).expanduser().is_file():
+        return "broken", ": no such file", f"Unset {name}, or name a file."
+    if name not in BY_NAME and name.startswith(_OWN_PREFIX):
+        similar = difflib.get_close_matches(name, BY_NAME, 1, _SIMILAR)
+        hint = f"Did you mean {similar[0]}?" if similar else f"{_REFERENCE} lists those that do."
+        return "warning", " has no effect", hint
+    if name.startswith(OPTION_PREFIX) and name not in honoured:
+        return "info", " has no effect here", f"{_REFERENCE} lists those that have."
+    if name == "HF_HUB_OFFLINE" and value.upper() in ("1", "TRUE", "YES", "ON"):
+        return "info", ": nothing is downloaded", "Unset it before moeedge pull."
+    return ("info", ": the CPU computes slower", "Unset it.") if name == "GGML_CPU_DISABLE_FUSION" else None
 
 
 def examine(honoured: Collection[str] = ()) -> Report:

@@ -14,7 +14,7 @@ from moeedge.bench.journal import Journal
 from moeedge.bench.records import BenchRow
 from moeedge.bench.runner import Bench
 from moeedge.bench.samples import Sample
-from moeedge.cli.bench import synthetic_tests
+from moeedge.cli.bench_run import synthetic_tests
 from moeedge.data.datasets import load_dataset
 from moeedge.data.prompts import Dataset
 from moeedge.engine.types import EngineConfig

@@ -11,8 +11,7 @@ from moeedge.bench import arms
 from moeedge.bench.config import DEFAULT_MODES, GPU_MODES, MODES, BenchPlan, Sweep, parse_modes
 from moeedge.bench.records import BenchRow, compare_with_whole_layers
 from moeedge.bench.whole_layers import DeviceUse, SplitPlanner, missing_reason
-from moeedge.cli.bench import synthetic_tests
-from moeedge.cli.bench_run import make_bench_plan
+from moeedge.cli.bench_run import make_bench_plan, synthetic_tests
 from moeedge.engine.types import EngineConfig
 from moeedge.hardware.devices import DeviceKind, ResolvedDevice
 from moeedge.llama.gguf_file import expert_bytes, expert_tensors

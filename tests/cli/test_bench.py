@@ -13,10 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from moeedge import native
 from moeedge.bench.config import SyntheticTest
 from moeedge.cli import bench_run
-from moeedge.cli.bench import _gpu_layers, sizes
+from moeedge.cli.bench_options import _gpu_layers, sizes
 from moeedge.cli.bench_run import make_bench_plan
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
@@ -47,30 +46,6 @@ def scored(tmp_path: Path) -> Path:
     path = tmp_path / "own.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
-
-
-def test_json_is_one_array_of_flat_rows(tiny_moe: Path, tiny_draft: Path, talk: Path) -> None:
-    result = run("bench", "-m", tiny_moe, "-md", tiny_draft, "--dataset", talk, *_QUICK, "-o", "json", "--cpu-moe")
-    assert result.exit_code == 0, result.stderr
-    rows = json.loads(result.stdout)
-    assert [(row["mode"], row["test"], row["gamma"]) for row in rows] == [
-        ("stock-ar", "talk", 0), ("stock-sd", "talk", 3), ("moeedge", "talk", 3),
-    ]  # fmt: skip
-    for row in rows:
-        assert row["output_compared"] == 2
-        assert not any(isinstance(value, dict) for value in row.values())
-    assert "repetition 1" in result.stderr
-    if not any(device.kind in ("GPU", "IGPU") for device in native.devices()):
-        assert "--cpu-moe has no effect" in " ".join(result.stderr.split())
-
-
-def test_without_a_draft_n_grams_draft_what_pays(tiny_moe: Path, talk: Path) -> None:
-    rows = run_json("bench", "-m", tiny_moe, "--dataset", talk, "-n", "6", "-r", "1", "-t", "1")
-    assert [(row["mode"], row["draft"], row["auto_gamma"]) for row in rows] == [
-        ("stock-ar", "none", False),
-        ("stock-sd", "ngram", False),
-        ("moeedge", "ngram", True),
-    ]
 
 
 @pytest.mark.parametrize(("signum", "code"), SIGNALS)
@@ -133,32 +108,6 @@ def test_a_plot_needs_an_axis(options: list[str], has: bool, monkeypatch: pytest
     monkeypatch.setattr(bench_run, "measure", lambda plans, *_, **__: asked.append(plans) or 0)
     result = run("bench", "-m", tiny_moe, "-md", "none", "-dev", "none", *options, "--plot", "picture.svg")
     assert (result.exit_code == 0, bool(asked)) == (has, has)
-
-
-def test_lists_of_batches_layers_and_settings_of_the_context(tiny_moe: Path) -> None:
-    common = ["-m", tiny_moe, "-md", "none", "-n", "0", "-r", "1", "-t", "1", "--modes", "stock-ar", "--no-warmup"]
-    rows = run_json("bench", *common, "-p", "32", "-b", "64", "-ub", "8-32*2")
-    assert [(row["n_batch"], row["n_ubatch"]) for row in rows] == [(64, 8), (64, 16), (64, 32)]
-    lists = ["-ngl", "0,all", "-fa", "1,off", "-ctk", "f16,BF16", "-ctv", "f16", "-ncmoe", "1"]
-    rows = run_json("bench", *common, "-p", "8", *lists)
-    keys = ("n_gpu_layers", "flash_attn", "type_k", "type_v")
-    assert [tuple(row[key] for key in keys) for row in rows] == [
-        (n, attention, kind, "f16") for n in (0, 999) for attention in ("on", "off") for kind in ("f16", "bf16")
-    ]
-
-
-def test_lists_of_sizes_depths_and_threads(tiny_moe: Path) -> None:
-    work = ["-p", "8,16", "-n", "4", "-pg", "8,4", "-d", "0,32", "-t", "1,2", "-r", "1", "--modes", "stock-ar"]
-    rows = run_json("bench", "-m", tiny_moe, "-md", "none", *work)
-    tests = ["pp8", "pp16", "tg4", "pp8+tg4"]
-    names = [*tests, *(f"{test} @ d32" for test in tests)]
-    assert [(row["threads"], row["test"]) for row in rows] == [(n, test) for n in (1, 2) for test in names]
-    both = rows[3]
-    assert (both["n_prompt"], both["n_gen"], both["n_depth"]) == (8, 4, 0)
-    (sample,) = both["samples"]
-    assert both["total_ts"] == pytest.approx(12 / (sample["prefill_s"] + sample["decode_s"]))
-    deep = next(row for row in rows if row["test"] == "tg4 @ d32")
-    assert (deep["n_depth"], deep["samples"][0]["decode_tokens"], deep["n_ctx"]) == (32, 4, 256)
 
 
 def test_ranges_are_llama_benchs() -> None:

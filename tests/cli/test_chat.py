@@ -14,15 +14,10 @@ from typing import Any
 
 import pytest
 import typer
-from typer.testing import CliRunner
 
-from moeedge import native
 from moeedge.cli import chat_run
-from moeedge.cli.chat_options import SamplingOptions, TemplateOptions
 from moeedge.cli.engine_options import EngineOptions
 from moeedge.cli.model_files import ModelFiles, resolve_models
-from moeedge.cli.options import flatten
-from moeedge.engine.types import DEFAULT_SAMPLERS, SamplingConfig
 from moeedge.errors import EmptyPromptError
 from moeedge.hardware.host import concurrent_threads
 from moeedge.ui.chat.prompt import one_shot_prompt
@@ -110,12 +105,6 @@ def test_verbose_shows_the_log_on_stderr(pair: list[str]) -> None:
     assert "llama_model_loader" in done.stderr
 
 
-def test_a_full_context_stops_the_answer_and_says_so(tiny_moe: Path) -> None:
-    result = run("chat", "-m", tiny_moe, "-t", "1", "-c", "64", "--temp", "0", "-p", "hi")
-    assert result.exit_code == 0
-    assert "context full" in result.stderr and "-c N" in result.stderr
-
-
 def test_a_reader_that_leaves_is_no_crash(pair: list[str]) -> None:
     command = f'{" ".join(PROGRAM)} "$@" -p hi -n 400 | head -c 1'
     shell = ["sh", "-c", command, "sh", *pair]
@@ -148,31 +137,6 @@ def test_sources_of_drafts(tiny: TinyFactory, capfd: pytest.CaptureFixture[str])
     assert chosen(model=plain, model_draft="none") == (None, False)
     assert chosen(model=plain, model_draft=str(small)) == (small, False)
     assert EngineOptions(model=plain).config().draft is None  # commands that compare nothing with it
-
-
-def test_pairs_that_the_options_name(bundled_pair: tuple[Path, Path]) -> None:
-    target, draft = bundled_pair
-    assert resolve_models(None, None) == ModelFiles(target, draft)
-    assert resolve_models(target, None) == ModelFiles(target, draft)
-    assert resolve_models(None, "none") == ModelFiles(target, None)
-    assert resolve_models(None, "ngram") == ModelFiles(target, "ngram")
-    assert resolve_models(None, "auto") == ModelFiles(target, draft)
-    assert resolve_models(Path("other.gguf"), None) == ModelFiles(Path("other.gguf"), None)
-    assert resolve_models(Path("other.gguf"), "small.gguf") == ModelFiles(Path("other.gguf"), Path("small.gguf"))
-
-
-def test_the_bundled_pair_is_called_a_toy(bundled_pair: tuple[Path, Path]) -> None:
-    result = run("chat", "-p", "What is 3 + 4?", "--temp", "0", "-n", "8", "-t", "1")
-    assert result.exit_code == 0
-    assert "a toy" in result.stderr
-
-
-def test_ngl_without_a_gpu_is_not_silent(pair: list[str]) -> None:
-    native.attach()
-    if any(device.kind in ("GPU", "IGPU") for device in native.devices()):
-        pytest.skip("there is a GPU")
-    said = run("chat", *pair, "-p", "hi", "-n", "1", "-ngl", "99").stderr
-    assert "-ngl has" in said and "moe have" not in said
 
 
 class _Silent(io.StringIO):
@@ -209,7 +173,6 @@ finally:
     assert ran.returncode == 0 and ran.stderr.splitlines()[-1].split() == ["loaded:"], ran.stderr
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
 @pytest.mark.parametrize(("signum", "code"), SIGNALS)
 @pytest.mark.parametrize("form", ["text", "json"])
 def test_a_signal_keeps_what_was_said(pair: list[str], form: str, signum: signal.Signals, code: int) -> None:
@@ -239,72 +202,6 @@ def test_a_signal_keeps_what_was_said(pair: list[str], form: str, signum: signal
     assert report["stats"]["tg_ts"] > 0
 
 
-def config_of(*arguments: str, escape: bool = False) -> SamplingConfig:
-    """What these options become."""
-    found = []
-
-    @flatten
-    def command(sampling: SamplingOptions) -> None:
-        found.append(sampling.config(escape=escape)[0])
-
-    app = typer.Typer()
-    app.command()(command)
-    CliRunner().invoke(app, arguments, catch_exceptions=False)
-    return found[0]
-
-
-def test_options_reach_the_samplers() -> None:
-    assert config_of() == SamplingConfig()  # llama.cpp's defaults
-    config = config_of(
-        *("--samplers", "top-k; temperature,xtc", "-l", "65+1.5", "-l", "66-inf", "--logit-bias", "7-2"),
-        *("--dry-sequence-breaker", "none", "-r", "a", "-r", "b"),
-        *("--typical", "0.5", "--top-nsigma", "2", "--dynatemp-exp", "2"),
-    )
-    assert config.samplers == ("top_k", "temperature", "xtc")
-    assert config.logit_bias == ((65, 1.5), (66, -1e30), (7, -2.0))
-    assert config.dry_sequence_breakers == () and config.stop == ("a", "b")
-    assert (config.typical_p, config.top_n_sigma, config.dynatemp_exponent) == (0.5, 2, 2)
-    assert config_of("-r", "\\n", escape=True).stop == ("\n",)
-    assert config_of("--sampling-seq", "edskypmxt").samplers == DEFAULT_SAMPLERS
-
-
-def test_options_act_on_an_answer(pair: list[str]) -> None:
-    """A bias makes an end token likely; without one the answer goes on to its limit."""
-    plain = run_json("chat", *pair, *SHORT)["text"]
-    for options in (
-        ("--logit-bias", "65+30"),
-        ("--logit-bias", "65+1e400"),
-        ("--logit-bias", "69-inf", "-l", "65+0.5"),
-        ("--presence-penalty", "40"),
-        ("--frequency-penalty", "40"),
-        ("--dry-multiplier", "40", "--dry-sequence-breaker", "none"),
-        ("--format", "json"),
-        ("--chat-template", "vicuna"),
-        ("--chat-template-kwargs", '{"bos_token": "x", "messages": 1}', "--chat-template", "{{ bos_token }} text"),
-        ("-r", "dh"),
-    ):
-        assert run_json("chat", *pair, *SHORT, *options)["text"] != plain, options
-    ends = ("-l", "303+60")
-    assert run_json("chat", *pair, *SHORT, *ends)["stop_reason"] == "eos"
-    report = run_json("chat", *pair, *SHORT, *ends, "--ignore-eos")
-    assert report["stop_reason"] == "length" and len(report["tokens"]) == 24
-
-
-def test_an_option_acts_on_a_sampled_answer(pair: list[str]) -> None:
-    sampled = ("chat", *pair, "--temp", "1.5", "-s", "1", "-n", "24", "-p", "the one and the other")
-    plain = run_json(*sampled)["text"]
-    for options in (
-        ("--typical", "0.1"),
-        ("--top-nsigma", "0.2"),
-        ("--xtc-probability", "1", "--xtc-threshold", "0.01"),
-        ("--dynatemp-range", "1.5"),
-        ("--samplers", "temperature"),
-        ("--sampling-seq", "t"),
-    ):
-        assert run_json(*sampled, *options)["text"] != plain, options
-    assert run_json(*sampled)["text"] == plain  # the seed makes it the same again
-
-
 def test_json_names_what_an_answer_followed(pair: list[str], tmp_path: Path) -> None:
     grammar, template = tmp_path / "digits.gbnf", tmp_path / "plain.jinja"
     grammar.write_text(DIGITS)
@@ -317,33 +214,3 @@ def test_json_names_what_an_answer_followed(pair: list[str], tmp_path: Path) -> 
     assert report["text"][:2].isdecimal() and report["stop_reason"] == "eos"
     assert stats["grammar"] == DIGITS and stats["samplers"] == ["top_k", "temperature"]
     assert stats["template"] == {"source": template.read_text(), "arguments": {"mood": "!"}, "think": "auto"}
-
-
-def test_schemas_from_files_and_what_they_do_not_enforce(pair: list[str], tmp_path: Path) -> None:
-    schema = tmp_path / "schema.json"
-    schema.write_text(
-        '{"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3, "uniqueItems": true}'
-    )
-    result = run("chat", *pair, *SHORT, "-jf", schema, "-o", "json")
-    assert "uniqueItems" in result.stderr
-    value: Any = json.loads(json.loads(result.stdout)["text"])
-    assert 1 <= len(value) <= 3 and set(value) <= {True, False}
-
-
-def test_thinking_is_switched_where_the_template_has_a_switch(pair: list[str]) -> None:
-    switch = (
-        "{{ messages[0].content }}{% if enable_thinking is defined %}"
-        "{{ 'on' if enable_thinking else 'switched off' }}{% endif %}"
-    )
-    n_tokens = {
-        think: run_json("chat", *pair, *SHORT, "--chat-template", switch, "--think", think)["prompt_tokens"]
-        for think in ("auto", "on", "off")
-    }
-    assert n_tokens["auto"] < n_tokens["on"] < n_tokens["off"]
-    with_grammar = run("chat", *pair, *SHORT, "--chat-template", switch, "--grammar", DIGITS, "-o", "json")
-    assert json.loads(with_grammar.stdout)["prompt_tokens"] == n_tokens["off"]
-    assert "think" in with_grammar.stderr
-    assert [TemplateOptions(think=word).choice().think for word in ("true", "false")] == ["on", "off"]
-    never, told = (run_json("chat", *pair, *SHORT, *off) for off in ((), ("--reasoning-budget", "0")))
-    assert (told["text"], told["prompt_tokens"]) == (never["text"], never["prompt_tokens"])
-    assert told["stats"]["template"]["think"] == "off"

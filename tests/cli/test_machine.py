@@ -16,7 +16,6 @@ import pytest
 from rich.console import Console
 
 from moeedge import native
-from moeedge.errors import DeviceError
 from moeedge.hardware import rpc
 from moeedge.hardware.devices import list_devices
 from moeedge.health.doctor import Finding, Report
@@ -177,33 +176,3 @@ def test_insecure_listen(needs_rpc: None) -> None:
     with start_worker("--insecure-listen", listen="0.0.0.0:0") as worker:
         port = worker.endpoint.rsplit(":", 1)[1]
         assert rpc.greet(f"127.0.0.1:{port}").n_devices == 1
-
-
-def test_sessions_one_after_the_other(worker: WorkerProcess) -> None:
-    """Each in a process of its own, as users have them; the second gets the memory that the first gave back."""
-    program = (
-        "import sys; from moeedge.llama import library; library.start();"
-        "from moeedge.hardware.devices import resolve; from moeedge.hardware.spec import DeviceSpec;"
-        "print(resolve(DeviceSpec.parse(sys.argv[1])).ggml_name)"
-    )
-    for _ in range(3):
-        ran = subprocess.run([sys.executable, "-c", program, worker.device], capture_output=True, text=True, timeout=60)
-        assert (ran.returncode, ran.stdout) == (0, "RPC0\n"), ran.stderr
-    assert worker.process.poll() is None
-
-
-def test_a_second_session_at_once_is_told_that_it_is_busy(
-    worker: WorkerProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    host, port = worker.endpoint.split(":")
-    monkeypatch.setattr(rpc, "_ANSWER_S", 0.5)
-    with socket.create_connection((host, int(port))), pytest.raises(DeviceError, match="busy"):
-        rpc.greet(worker.endpoint)
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:  # the first has left: the worker has noticed as soon as it reads
-        try:
-            assert rpc.greet(worker.endpoint).n_devices == 1
-            return
-        except DeviceError:
-            time.sleep(0.05)
-    pytest.fail("the worker stayed busy")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from moeedge.bench import budget_choice
-from moeedge.cli.engine_options import BudgetOptions, EngineOptions, PlacementOptions, limit_openmp_spin
+from moeedge.cli.engine_options import EngineOptions, PlacementOptions, limit_openmp_spin
 from moeedge.cli.options import parse_budget
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
@@ -39,16 +39,6 @@ def counters(result: Any) -> Any:
 def notes(result: Any) -> str:
     """The sentences of `-o json` about what was chosen and what is off."""
     return " ".join(json.loads(result.stdout)["stats"]["notes"])
-
-
-def test_an_answer_with_experts_on_the_emulated_device(pair: list[str]) -> None:
-    plain = json.loads(chat(pair, "-dev", "none", "-o", "json").stdout)
-    result = chat(pair, *EMULATED, "--cache-ratio", "0.5", "--no-calibrate", "-o", "json")
-    report = json.loads(result.stdout)
-    assert report["tokens"] == plain["tokens"]
-    assert (plain["stats"]["device"], plain["stats"]["policy"]) == ("none", "none")
-    assert "emulated" in report["stats"]["device"] and report["stats"]["policy"] == "spac"
-    assert "24 of 48 (" in notes(result)
 
 
 def test_placement_and_calibration_are_reported(pair: list[str]) -> None:
@@ -119,17 +109,17 @@ def test_defaults_of_the_options_are_those_of_the_configuration() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "may_emulate", "calm"),
+    ("device", "emulates", "calm"),
     [("emulated", False, True), ("rpc://127.0.0.1:50052", False, True), ("auto", True, True), ("auto", False, False)],
 )
 def test_idle_threads_beside_the_emulated_device(
-    monkeypatch: pytest.MonkeyPatch, device: str, may_emulate: bool, calm: bool
+    monkeypatch: pytest.MonkeyPatch, device: str, emulates: bool, calm: bool
 ) -> None:
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
-    limit_openmp_spin(device, may_emulate=may_emulate)
+    EngineOptions(device=device).limit_openmp_spin(emulate_bundled=emulates)
     assert ("GOMP_SPINCOUNT" in os.environ) == calm
     monkeypatch.setenv("GOMP_SPINCOUNT", "7")
-    limit_openmp_spin("none", reads_experts=True)
+    limit_openmp_spin()
     assert os.environ["GOMP_SPINCOUNT"] == "7"  # the user's value stays
 
 
@@ -152,19 +142,6 @@ def test_values_of_budgets() -> None:
     for text in ("0", "-1", "8.5", "many", "", "8,16", "²", "9" * 10, "9" * 5000):
         with pytest.raises(InputError, match="--expert-budget"):
             parse_budget(text)
-
-
-def test_budgets_take_their_companions() -> None:
-    base = EngineConfig(model=Path("model.gguf"))
-    assert BudgetOptions().config(base).expert_budget is None
-    budgets = [
-        BudgetOptions(expert_budget=16, **given).config(base).expert_budget  # type: ignore[arg-type]
-        for given in ({}, {"budget_policy": "truncation", "budget_ranking": "router"})
-    ]
-    assert [(each.budget, each.ranking, each.coverage) for each in budgets if each is not None] == [
-        (16, "picks", "substitution"),
-        (16, "router", "truncation"),
-    ]
 
 
 def test_auto_measures_once_all_options_are_checked(pair: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

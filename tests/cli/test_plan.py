@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shlex
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -47,47 +42,6 @@ def test_the_map_of_a_header_for_a_machine_that_is_not_here(
     assert f"moeedge chat -m '{header}' -c 8192 --vram 5166MiB\n" in out
     assert "--cache-ratio" not in out  # which would leave no whole layers to choose
     assert max(len(line) for line in out.splitlines() if header not in line) <= columns
-
-
-def test_json_has_bytes_of_every_line(header: str) -> None:
-    found = record("-m", header, "--vram", "8GiB", "--ram", "32GiB", "-c", "8192")
-    gpu, ram = found["plan"]["places"]
-    assert gpu["total_bytes"] == gpu["free_bytes"] == 8 * 2**30
-    assert gpu["used_bytes"] + gpu["reserve_bytes"] == sum(line["n_bytes"] for line in gpu["lines"])
-    assert gpu["left_bytes"] == gpu["free_bytes"] - gpu["used_bytes"] >= gpu["reserve_bytes"] == 256 * 2**20
-    assert ram["free_bytes"] == 32 * 2**30
-    assert found["plan"]["kv_bytes"] == 8192 * 96 * 1024
-    assert found["device"]["measured"] is False and found["ram_measured"] is False
-    assert [context["n_ctx"] for context in found["contexts"]] == [4096, 8192, 16384, 32768]
-    assert found["model"]["n_experts"] == 128 and found["model"]["missing_bytes"] > 18e9
-    assert found["draft"] is None and found["command"].startswith("moeedge chat")
-
-
-def test_the_bundled_pair_without_options() -> None:
-    found = record()
-    assert found["draft"]["file"].endswith("draft.gguf")
-    assert found["plan"]["verdict"] == "fits"
-    assert found["command"].startswith("moeedge chat -c ")
-
-
-def test_a_draft_takes_its_share(tiny: TinyFactory) -> None:
-    target, draft = str(tiny("qwen3moe")), str(tiny("qwen3"))
-    alone, pair = record("-m", target, "-c", "1024"), record("-m", target, "-md", draft, "-c", "1024")
-    assert pair["plan"]["kv_bytes"] > alone["plan"]["kv_bytes"]
-    assert any(line["what"] == "draft: weights" for line in pair["plan"]["places"][-1]["lines"])
-    assert f"-md {draft}" in pair["command"] and "-md" not in alone["command"]
-    off = record("-m", target, "-md", draft, "-c", "1024", "--draft-max", "0")
-    assert off["plan"]["kv_bytes"] == alone["plan"]["kv_bytes"]
-
-
-@pytest.mark.parametrize(("arch", "asked"), [("glm4moe", "mtp"), ("qwen35moe", "auto")])
-def test_what_a_chat_drafts_with_takes_its_share(arch: str, asked: str, tiny: TinyFactory) -> None:
-    """Its own head; without -md n-grams, for whose drafts a recurrent model keeps copies of its state."""
-    planned, named, without = (
-        record("-m", str(tiny(arch)), "-c", "1024", *given)["plan"]["kv_bytes"]
-        for given in ((), ("-md", asked), ("-md", "none"))
-    )
-    assert planned == named > without
 
 
 def test_the_command_repeats_what_was_given(header: str) -> None:
@@ -146,29 +100,3 @@ def test_what_is_refused(header: str, tiny: TinyFactory, tmp_path: Path) -> None
     path.write_bytes(b"MZ" + bytes(40))
     assert "GGUF" in refused("plan", "-m", path)
     assert "vocabular" in refused("plan", "-m", header, "-md", tiny("qwen3"))
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="signals")
-@pytest.mark.slow
-def test_nothing_is_left_behind_by_ctrl_c_or_a_reader_that_leaves(header: str, tmp_path: Path) -> None:
-    temporary = tmp_path / "temporary"  # the folder of kept measurements is next to it
-    temporary.mkdir()
-    environment = os.environ | {"TMPDIR": str(temporary)}
-    command = [sys.executable, "-m", "moeedge", "plan", "-m", header]
-
-    def left_behind() -> list[Path]:
-        return list(temporary.glob("moeedge-*"))  # Python tries the folder with a file of its own
-
-    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    piped = subprocess.Popen(command, env=environment, **pipes)
-    assert piped.stdout is not None
-    piped.stdout.close()
-    _, complaints = piped.communicate(timeout=120)
-    assert b"Traceback" not in complaints
-    stopped = subprocess.Popen(command, env=environment, **pipes)
-    while stopped.poll() is None and not left_behind():
-        time.sleep(0.01)
-    stopped.send_signal(signal.SIGINT)
-    _, complaints = stopped.communicate(timeout=120)
-    assert stopped.returncode in (0, 130) and b"Traceback" not in complaints
-    assert not left_behind()

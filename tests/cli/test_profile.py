@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 import time
@@ -15,8 +14,7 @@ import pytest
 
 from moeedge.native.abi import Phase
 from moeedge.trace.format import Trace
-from tests.support.commands import SIGNALS, refused, run, run_json
-from tests.support.traces import two_texts
+from tests.support.commands import SIGNALS, run, run_json
 
 
 @pytest.fixture
@@ -24,25 +22,6 @@ def pair(tiny_moe: Path, tiny_draft: Path) -> list[str]:
     """Options that name the tiny target and draft, greedy and short."""
     options = ["-c", "512", "-n", "16", "-t", "1", "--raw", "--draft-max", "3"]
     return ["-m", str(tiny_moe), "-md", str(tiny_draft), *options]
-
-
-def test_json_of_one_layer(pair: list[str]) -> None:
-    report = run_json("profile", *pair, "-p", "one two three four", "--layer", "2")
-    assert report["layer"] == 2 and report["steps"] > 0
-    accuracy = report["hot_cold_accuracy"]
-    assert 0 <= accuracy["sd"] <= 1 and 0 <= accuracy["ar"] <= 1
-    assert 0 <= report["overlap"] <= 1 and report["overlap_uniform"] == 0.25
-    for kind in ("empirical", "uniform", "independence"):
-        assert report["unique_experts"][kind]["1"] == pytest.approx(4.0)
-    assert report["unique_experts"]["uniform"]["2"] == pytest.approx(7.0)
-    assert len(report["hottest"]) > 0
-    assert (report["n_experts"], report["n_experts_used"], report["gamma"]) == (16, 4, 3)
-    assert report["dataset"] == "prompt" and report["temperature"] == 0.0
-
-
-def test_json_of_layers_is_an_array(pair: list[str]) -> None:
-    reports = run_json("profile", *pair, "-p", "one", "--layers", "2,0-1")
-    assert [report["layer"] for report in reports] == [2, 0, 1]
 
 
 def test_a_drawn_seed_is_reported(pair: list[str]) -> None:
@@ -79,10 +58,6 @@ def test_datasets(pair: list[str], tmp_path: Path) -> None:
     assert [group["name"] for group in groups if group["kind"] == "dataset"] == ["sample", "toy"]
 
 
-def test_dense_model(tiny_draft: Path) -> None:
-    assert "no experts" in refused("profile", "-m", tiny_draft, "-p", "one")
-
-
 @pytest.mark.parametrize(("signum", "code"), SIGNALS)
 def test_a_signal_reports_what_there_is(pair: list[str], tmp_path: Path, signum: int, code: int) -> None:
     """The prompts last for minutes, so that the signal always comes first."""
@@ -100,24 +75,3 @@ def test_a_signal_reports_what_there_is(pair: list[str], tmp_path: Path, signum:
     assert "Traceback" not in stderr and "Stopped" in stderr
     report: dict[str, Any] = json.loads(stdout)
     assert report["steps"] >= 0
-
-
-@pytest.mark.slow
-def test_bundled_pair(bundled_pair: tuple[Path, Path]) -> None:
-    report = run_json("profile", "--layer", "47", "-n", "12", "--limit", "1")
-    assert (report["layer"], report["n_layers"], report["n_experts"]) == (47, 48, 128)
-    assert report["hot_cold_accuracy"]["sd"] is not None
-    assert report["dataset"] == "toy"  # of the kind that it was trained on
-
-
-@pytest.mark.slow
-def test_report(tmp_path: Path) -> None:
-    trace = tmp_path / "trace.npz"
-    two_texts().save(trace)
-    page = tmp_path / "out.html"
-    result = run("profile", "--trace", trace, "--report", page)
-    assert result.exit_code == 0, result.output
-    text = page.read_text()
-    assert "Profile of" in text
-    pictures = set(re.findall(r'id="([\w-]+)-figure_1"', text))
-    assert len(pictures) == text.count("<svg") >= 10 and "popularity-of-experts" in pictures

@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import json
 import signal
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from moeedge.cli.app import load_command
-from moeedge.cli.spelling import Speller
+from docs import record_start
 from moeedge.engine.autosave import Autosave, Origin, UnfinishedChat, unfinished_chats
 from moeedge.engine.conversation import Conversation, Message
+from tests.cli.terminal import PROMPT, Terminal
 from tests.conftest import TinyFactory
 from tests.support.commands import run
-
-if sys.platform == "win32":
-    pytest.skip("needs a pseudo-terminal", allow_module_level=True)
-
-from docs import record_start
-from docs.record_start import Command
-from tests.cli.terminal import PROMPT, Terminal
 from tests.support.counting import Unavailable, compile_device
 
 # a terminal that may be painted, but the default at the prompt of tests that look at plain text
@@ -122,7 +114,7 @@ def test_ctrl_c_stops_an_answer_and_keeps_its_text(endless: list[str], tmp_path:
     assert len(json.loads(saved.read_text())["messages"][1]["content"]) > 50
 
 
-def test_sigterm_within_an_answer_saves_the_conversation(endless: list[str], cache: Path) -> None:
+def test_sigterm_within_an_answer_saves_the_conversation_which_goes_on(endless: list[str], cache: Path) -> None:
     with Terminal(endless, env=PLAIN) as terminal:
         begin_answer(terminal)
         terminal.send(signal.SIGTERM)
@@ -132,6 +124,11 @@ def test_sigterm_within_an_answer_saves_the_conversation(endless: list[str], cac
     assert [message.content for message in left.conversation.messages] == ["tell me"]
     assert len(left.text) > 50 and left.tokens
     assert "tell me" in (cache / "chat_history").read_text()
+    with Terminal([*endless, "--resume"], env=PLAIN) as terminal:
+        terminal.expect("The last answer goes on.")
+        terminal.type("\x03")
+        terminal.expect(PROMPT)
+        terminal.leave()
 
 
 def test_a_chat_that_was_killed_is_offered_and_goes_on(endless: list[str], cache: Path, tmp_path: Path) -> None:
@@ -207,52 +204,6 @@ def test_unfinished_chats_are_listed_without_a_model(cache: Path) -> None:
     assert '"second one"' in shown[0] and "m.gguf" in shown[0]
 
 
-@pytest.mark.parametrize(("given", "value"), [([], "1"), (["list"], "list"), (["2"], "2"), (["-n", "4"], "1")])
-def test_resume_may_stand_without_a_number(given: list[str], value: str) -> None:
-    found = Speller("chat", load_command("chat")).translate(["--resume", *given])
-    assert found[:2] == ["--resume", value]
-
-
-@pytest.mark.slow
-def test_resume_from_the_command_line(pair: list[str], cache: Path) -> None:
-    with Terminal(["chat", *pair, "-n", "4"], env={}) as terminal:
-        terminal.expect(PROMPT)
-        terminal.ask("tell me", "4 tokens, ")
-        terminal.send(signal.SIGTERM)  # at the prompt
-        assert terminal.wait() == 143
-    assert len(left_in(cache).conversation.messages) == 2
-    with Terminal(["chat", *pair, "--resume"], env=PLAIN) as terminal:
-        terminal.expect("Resumed: 2 messages", "The last answer is complete.", PROMPT)
-        terminal.leave()
-    with Terminal(["chat", *pair, "--resume"], env=PLAIN) as terminal:
-        terminal.expect("There is no chat to resume.", PROMPT)
-        terminal.leave()
-
-
-@pytest.mark.slow
-def test_several_lines_between_triple_quotes_and_the_history_of_earlier_runs(
-    pair: list[str], cache: Path, tmp_path: Path
-) -> None:
-    saved = tmp_path / "talk.json"
-    with Terminal(["chat", *pair, "-n", "4"], env={}) as terminal:
-        terminal.expect(PROMPT)
-        terminal.type('"""one\r')
-        terminal.expect("...")
-        terminal.ask('two"""', "4 tokens, ")
-        terminal.ask(f"/save {saved}", "messages saved")
-        terminal.ask("remember this", "4 tokens, ")
-        terminal.leave()
-    assert json.loads(saved.read_text())["messages"][0]["content"] == "one\ntwo"
-    assert (cache / "chat_history").stat().st_mode & 0o077 == 0
-    with Terminal(["chat", *pair, "-n", "4", "-st"], env={}) as terminal:
-        terminal.expect(PROMPT)
-        terminal.type("\x1b[A")
-        terminal.expect("remember this")
-        terminal.type("\r")
-        terminal.expect("4 tokens, ")
-        assert terminal.wait() == 0  # -st: one answer
-
-
 def test_the_panel_shows_the_cache(cached: list[str]) -> None:
     with Terminal(cached, env={}, columns=40, rows=15) as terminal:
         terminal.expect(PROMPT)
@@ -302,31 +253,6 @@ def test_json_needs_a_prompt_in_a_terminal(pair: list[str]) -> None:
 
 
 @pytest.mark.flaky(reruns=2)
-def test_ctrl_c_in_a_long_prompt(tiny: TinyFactory, tmp_path: Path) -> None:
-    path = tiny("qwen3moe", layers=4, embd=512, experts=32, expert_ff=1024)
-    text = tmp_path / "long.txt"
-    text.write_text("abcdefgh " * 900)
-    with Terminal(["chat", "-m", str(path), "-md", "none", *OPTIONS, "-c", "16384", "-n", "4"], env=PLAIN) as terminal:
-        terminal.expect(PROMPT)
-        terminal.ask(f"/read {text}", "characters read")
-        terminal.type("what is it?\r")
-        terminal.expect("\n")
-        time.sleep(0.5)
-        terminal.type("nobody reads this\r")
-        time.sleep(0.1)
-        start_s = time.monotonic()
-        terminal.send(signal.SIGINT)
-        terminal.expect("stopped")
-        assert time.monotonic() - start_s < 0.6  # the line is printed afterwards, by a busy machine
-        terminal.expect(PROMPT)
-        assert " kept" not in terminal.text.split("what is it?")[1], "nothing was in the KV cache before"
-        assert "of the prompt" in terminal.text
-        terminal.ask("/stats", "experts on")
-        assert "nobody" not in terminal.text
-        terminal.leave()
-
-
-@pytest.mark.flaky(reruns=2)
 @pytest.mark.slow
 def test_ctrl_c_takes_effect_at_once_on_a_slow_disk(tiny: TinyFactory) -> None:
     """In a prompt, in an answer, and again after it: one batch of the prompt alone would take seconds."""
@@ -372,15 +298,6 @@ def shown(cast: Path) -> str:
     times_s = [event[0] for event in events]
     assert times_s == sorted(times_s)
     return "".join(event[2] for event in events)
-
-
-@pytest.mark.slow
-def test_what_is_typed_and_answered_is_recorded(tmp_path: Path) -> None:
-    commands = (Command("moeedge --version"), Command("moeedge chat -n 4 -st", (("Hello", ""),)))
-    events = record_start.record(commands)
-    record_start.write_cast(events, tmp_path / "a.cast")
-    text = shown(tmp_path / "a.cast")
-    assert "$ moeedge --version" in text and ">>> " in text and "Traceback" not in text
 
 
 def test_the_recording_shows_every_command() -> None:

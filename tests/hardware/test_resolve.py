@@ -70,18 +70,6 @@ def test_auto_skips_a_gpu_in_the_hosts_memory(shared: native.Device, machine: Ma
     assert row.usable and "auto does not choose it" in row.remark
 
 
-def test_a_driver_without_cuda_build_is_named(machine: Machine) -> None:
-    machine.offer(CPU, cards=("NVIDIA Made Up",))
-    note = _resolve("auto").notes[0]
-    assert "NVIDIA Made Up" in note
-    assert 'CMAKE_ARGS="-DGGML_CUDA=on" pip install --no-cache-dir --force-reinstall' in note
-    row = _row("NVIDIA Made Up")
-    assert not row.usable
-    assert f"{row.name} is {row.remark}" == note
-    machine.offer(CPU, _CUDA, cards=("NVIDIA Made Up",))
-    assert _resolve("auto").notes == []
-
-
 def test_names(machine: Machine) -> None:
     machine.offer(CPU, _BLAS, _CUDA)
     assert (_resolve("CUDA0").kind, _resolve("CUDA0").llama_device) == ("gpu", "CUDA0")
@@ -101,15 +89,6 @@ def test_emulated_is_labelled() -> None:
     assert found.label == "emulated (CPU, link 25 GB/s)"
     assert (found.ggml_name, found.link_bytes_per_s, found.threads) == ("emulated", 25_000_000_000, 1)
     assert 0 < found.free_bytes < found.total_bytes == total_memory()
-
-
-def test_devices_of_this_machine() -> None:
-    entries = {entry.name: entry for entry in list_devices()}
-    assert not entries["CPU"].usable and entries["emulated"].usable
-    assert entries["rpc://HOST:PORT"].usable == rpc.is_built_in()
-    for entry in entries.values():
-        assert entry.remark
-        assert entry.free_bytes is None or 0 < entry.free_bytes <= (entry.total_bytes or 0)
 
 
 def test_vram_readings(machine: Machine) -> None:

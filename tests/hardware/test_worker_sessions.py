@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,6 @@ from moeedge.engine.session import Session
 from tests.support.hybrid import hybrid_config
 from tests.support.sessions import GREEDY, answered
 from tests.support.worker import WorkerProcess, start_worker
-
-if sys.platform == "win32":
-    pytest.skip("needs POSIX signals", allow_module_level=True)
 
 PROMPT = [17, 3, 99, 41, 17, 3, 99, 41]
 N_PREDICT = 48

@@ -75,13 +75,6 @@ def test_what_is_on_the_gpu_fits_it(draft: str | None) -> None:
             assert found.place != "GPU" or found.device_ratio == 1, (name, vram)
 
 
-def test_a_draft_takes_its_share() -> None:
-    target, draft = named("qwen3-30b-a3b"), named("qwen3-0.6b")
-    alone, pair = (estimate(target, memory(12), 8192, found).device_ratio for found in (None, draft))
-    share = draft.weights_bytes + draft.context_bytes(8192)
-    assert (alone - pair) * target.experts_bytes == pytest.approx(share, rel=0.01)
-
-
 def test_more_memory_is_never_worse() -> None:
     sizes = ((1, 2), (4, 8), (8, 16), (16, 32), (24, 64), (80, 128))
     for name in load_catalog().entries:

@@ -105,11 +105,7 @@ def test_the_command(header: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     first = assumed["rows"][0]
     assert (first["disk_source"], first["disk_bytes_per_s"]) == ("assumed", 1e9)
     assert 0.3 < first["ratio"] < 0.6 and 0 < first["limit_ts"] < 10
-    two = run_json(*small, "--disk-rate", "500MB/s,2GB/s")["ram_tier"]
-    assert [row["disk_bytes_per_s"] for row in two["rows"][:2]] == [5e8, 2e9]
     assert assumed["hits_source"] == "assumed"
-    sizes = run_json("plan", "-m", header, "-dev", "none", "--ram", "10GiB,16GiB", "-c", "4096")["ram_tier"]["rows"]
-    assert [row["ram_free_bytes"] // GIB for row in sizes] == [10, 16] and sizes[0]["n_slots"] < sizes[1]["n_slots"]
     chosen = run_json(*small[:-2])
     assert (chosen["ram_tier"]["n_ctx"], chosen["plan"]["n_ctx"]) == (8192, 8192), "as in a chat"
     assert "-c 8192" in chosen["command"] and not any("again and again" in note for note in chosen["notes"])
