@@ -214,3 +214,4 @@ def test_json_names_what_an_answer_followed(pair: list[str], tmp_path: Path) -> 
     assert report["text"][:2].isdecimal() and report["stop_reason"] == "eos"
     assert stats["grammar"] == DIGITS and stats["samplers"] == ["top_k", "temperature"]
     assert stats["template"] == {"source": template.read_text(), "arguments": {"mood": "!"}, "think": "auto"}
+    assert "root ::=" in run_json("chat", *pair, *SHORT, "--format", "json")["stats"]["grammar"]
