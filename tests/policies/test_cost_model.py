@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from scipy.optimize import nnls
 
 from moeedge.policies.cost_model import (
     CURVE_TOKENS,
+    _non_negative,
     expert_seconds,
     fit_side,
     share_curves,
@@ -65,6 +67,13 @@ def fitted(*records: np.ndarray) -> list[float]:
 @pytest.mark.parametrize("constants", [(5e-6, 20e-6, 3e-6), (0.0, 1e-3, 0.0), (2e-4, 3e-5, 1e-5), (0.0, 2e-5, 1e-6)])
 def test_known_constants_come_back(constants: tuple[float, float, float]) -> None:
     assert fitted(*blocks(*constants)) == pytest.approx(constants, rel=1e-6, abs=1e-10)
+
+
+def test_coefficients_are_those_of_non_negative_least_squares() -> None:
+    rng = np.random.default_rng(3)
+    for _ in range(50):
+        columns, target = rng.normal(size=(12, 3)), rng.normal(size=12)
+        np.testing.assert_allclose(_non_negative(columns, target), nnls(columns, target)[0], atol=1e-9)
 
 
 def test_noise_and_interruptions_hardly_matter() -> None:
