@@ -183,7 +183,8 @@ class Arms(_Sessions):
         if not swept:
             return True
         # a size that the engine chooses counts as the largest
-        largest, *others = sorted(swept, key=lambda mode: -2.0 if mode.cache_ratio is None else -mode.cache_ratio)
+        largest = max(swept, key=lambda mode: 2.0 if mode.cache_ratio is None else mode.cache_ratio)
+        others = [mode for mode in swept if mode is not largest]
         with ExitStack() as probing:
             probe = self._open([largest], probing)
             stats = probe[largest.label].session.placement_stats()

@@ -78,9 +78,12 @@ def run_bench(options: BenchOptions) -> int:
         base = replace(base, ram="off")
         for count in parallel:
             replace(base, n_parallel=count)  # raises ValueError out of its range
-    lists = {name: getattr(options, name) for name in ("n_batch", "n_ubatch", "n_cpu_moe", *_OF_CONTEXT)}
-    layers = None if base.device == "none" else options.n_gpu_layers
-    bases = _arms(base, n_threads=options.threads, n_gpu_layers=layers, **lists)
+    lists = {
+        name: getattr(options, name) for name in ("n_batch", "n_ubatch", "n_gpu_layers", "n_cpu_moe", *_OF_CONTEXT)
+    }
+    if base.device == "none":
+        lists["n_gpu_layers"] = None
+    bases = _arms(base, n_threads=options.threads, **lists)
     base = bases[0]
     sweep = replace(sweep, budgets=_budgets(options))
     if options.plot is not None:

@@ -311,10 +311,12 @@ class ParallelGeneration:
         self._active[self._waiting.popleft()] = answer
         loop.texts = [each.state for each in self._active.values()]
         self._hand_out(index, answer.read_prompt(loop))
-        if answer.stop_reason is None:
-            answer.begin(loop)
-        self.stats.prefill_s += answer.stats.prefill_s
         self.stats.prefill_tokens += answer.stats.prefill_tokens
+        try:
+            if answer.stop_reason is None:
+                answer.begin(loop)
+        finally:
+            self.stats.prefill_s += answer.stats.prefill_s
 
     def _step(self) -> None:
         for index, answer in list(self._active.items()):

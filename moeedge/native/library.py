@@ -14,11 +14,13 @@ from typing import Any
 from moeedge.errors import BackendError, VersionMismatchError
 from moeedge.native.abi import ABI_VERSION, GGML_SIGNATURES, SIGNATURES, declare
 
+_NAMES = ("libmoeedge.so", "libmoeedge.dylib")
+
 
 def library_path() -> Path:
     """Path of the compiled library, or of another build ($MOEEDGE_LIBRARY). Raises BackendError if there is none."""
     named = os.environ.get("MOEEDGE_LIBRARY")
-    own = [Path(__file__).with_name(name) for name in ("libmoeedge.so", "libmoeedge.dylib")]
+    own = [Path(__file__).with_name(name) for name in _NAMES]
     candidates = [Path(named)] if named else [*own, *_installed()]
     for candidate in candidates:
         if candidate.is_file():
@@ -32,7 +34,7 @@ def _installed() -> list[Path]:
     """The files of the package's name: an editable install keeps them in site-packages, apart from the sources."""
     with suppress(importlib.metadata.PackageNotFoundError):
         files = importlib.metadata.files("moeedge") or []
-        return [Path(str(file.locate())) for file in files if file.name.startswith("libmoeedge")]
+        return [Path(str(file.locate())) for file in files if file.name in _NAMES]
     return []
 
 

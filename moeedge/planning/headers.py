@@ -95,8 +95,8 @@ def _read_padded(file: Path, copy: Path) -> list[gguf_file.GgufTensor]:
         raise
 
 
-def locate_or_fetch(text: str, folder: Path, run: Run) -> tuple[Path, str]:
-    """Returns the model that `text` means, or its header from the hub in `folder` and its name for moeedge pull.
+def locate_or_fetch(text: str, make_folder: Callable[[], Path], run: Run) -> tuple[Path, str]:
+    """Returns the model that `text` means, or its header from the hub in a folder and its name for moeedge pull.
 
     Raises ModelNameError for an unknown name, DownloadError if the hub does not answer.
     """
@@ -107,7 +107,7 @@ def locate_or_fetch(text: str, folder: Path, run: Run) -> tuple[Path, str]:
         return wanted.local, ""
     if not is_offline():
         run.say(f"{wanted.name} is not on this machine: its header is read from {hub_endpoint()}.")
-    variant = wanted.variant
+    variant, folder = wanted.variant, make_folder()
     paths = [_fetch_header(ask_file(variant.repo, file.path, variant.revision), folder) for file in variant.files]
     return paths[0], wanted.name
 
@@ -222,7 +222,7 @@ def read_card(text: str, run: Run) -> ModelCard:
     Raises ModelNameError for an unknown name, ModelFileError for an unreadable file, DownloadError.
     """
     with TemporaryDirectory(prefix="moeedge-show-") as folder:
-        path, name = locate_or_fetch(text, Path(folder), run)
+        path, name = locate_or_fetch(text, lambda: Path(folder), run)
         with loadable(path) as file:
             names = {path: name} if name else {}
             probe(file.path)

@@ -14,7 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -230,8 +230,10 @@ def _places(ranges: dict[Path, list[tuple[int, int]]], size: int) -> NDArray[np.
 
 def _mount_of(model: Path) -> tuple[str, str]:
     """Name and folder of the disk that holds a file, and its file system; empty where the system does not list them."""
-    resolved = model.resolve()
-    mounts = [mount for mount in psutil.disk_partitions(all=True) if resolved.is_relative_to(mount.mountpoint)]
+    mounts = []
+    with suppress(OSError, RuntimeError):  # no list, or a link to itself
+        resolved = model.resolve()
+        mounts = [mount for mount in psutil.disk_partitions(all=True) if resolved.is_relative_to(mount.mountpoint)]
     if not mounts:
         return "", ""
     innermost = max(reversed(mounts), key=lambda mount: len(mount.mountpoint))

@@ -338,3 +338,43 @@ def test_greedy_acceptance_stops_at_the_first_difference() -> None:
     assert sampler.accept(logits, [1, 2, 3], proposals, [0]) == (3, 4)
     assert sampler.accept(logits, [1, 0, 3], proposals, [0]) == (1, 2)
     assert sampler.accept(logits[:1], [], [], [0]) == (0, 1)
+
+
+@pytest.mark.parametrize(("n_draws", "tolerance"), [(4000, 0.03), pytest.param(20_000, 0.02, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", ["close", "far", "disjoint", "one-hot", "equal"])
+def test_rejection_sampling_keeps_the_target_distribution(case: str, n_draws: int, tolerance: float) -> None:
+    """Two drafts and the bonus token: the first two tokens that come out are distributed as the target's."""
+    n_vocab = 6
+    rng = np.random.default_rng(3)
+    p = rng.dirichlet(np.ones(n_vocab), size=3)
+    q = {
+        "close": 0.8 * p[:2] + 0.2 * rng.dirichlet(np.ones(n_vocab), size=2),
+        "far": rng.dirichlet(np.full(n_vocab, 0.3), size=2),
+        "disjoint": np.eye(n_vocab)[[0, 1]],
+        "one-hot": np.eye(n_vocab)[[2, 3]],
+        "equal": p[:2],
+    }[case]
+    if case == "disjoint":
+        p[0, 0] = p[1, 1] = 0
+        p /= p.sum(axis=1, keepdims=True)
+    sampler = Sampler(replace(ALL, seed=5), n_vocab)
+    with np.errstate(divide="ignore"):
+        logits = np.log(p).astype(np.float32)
+    proposals = [sparse(row) for row in q]
+    first, second, accepted = np.zeros(n_vocab), np.zeros(n_vocab), 0
+    for _ in range(n_draws):
+        drafts = [sampler.pick(proposal) for proposal in proposals]
+        n_accepted, token = sampler.accept(logits, drafts, proposals, [])
+        tokens = [*drafts[:n_accepted], token]
+        first[tokens[0]] += 1
+        if len(tokens) > 1:  # the rows do not depend on the tokens before, so neither may the second token
+            second[tokens[1]] += 1
+        accepted += n_accepted >= 1
+    for observed, row in ((first, p[0]), (second, p[1])):
+        if observed.sum():
+            assert observed[row == 0].sum() == 0
+            assert chisquare(observed[row > 0], observed.sum() * row[row > 0]).pvalue > P_VALUE
+    # the acceptance rate is 1 minus the total variation distance
+    assert accepted / n_draws == pytest.approx(np.minimum(p[0], q[0]).sum(), abs=tolerance)
+    if case == "equal":  # up to the rounding of float32 logits
+        assert accepted >= n_draws - 1

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.stats import chisquare
+from scipy.stats import chi2_contingency, chisquare
 
 from moeedge.engine.sampling import Candidates, Sampler, Weights
 from moeedge.engine.session import Session
@@ -336,3 +336,21 @@ def test_drafts_that_end_early_keep_the_distribution(target: Path, draft: Path, 
     check(engine(target, draft), prompt, *SAMPLINGS["temperature-1"], governor)
     assert governor.n_left_out > 0
     assert min(governor.by_source["draft"], governor.by_source["ngram"]) > 0
+
+
+@pytest.mark.slow
+def test_with_and_without_speculation(target: Path, draft: Path, prompt: list[int]) -> None:
+    """The two samples themselves, tokens 2 to 4, which come from full acceptance and the bonus token, too."""
+    config, length = SAMPLINGS["top-k"]
+    samples = []
+    for gamma in (0, 4):
+        drawn, _, _ = sample(engine(target, draft, gamma), prompt, config, length + 1)
+        later: Counter[tuple[int, ...]] = Counter()
+        for tokens, count in drawn.items():
+            later[tokens[1:]] += count
+        samples.append(later)
+    common = [tokens for tokens in samples[0] if samples[0][tokens] + samples[1][tokens] >= 2 * SMALLEST_CLASS]
+    table = [[*(each[tokens] for tokens in common), 0] for each in samples]
+    for row in table:
+        row[-1] = N_DRAWS - sum(row)  # the rare ones in one class
+    assert chi2_contingency(table).pvalue > P_VALUE

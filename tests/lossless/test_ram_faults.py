@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+import subprocess
 import sys
 import threading
 import time
@@ -216,3 +217,12 @@ def test_a_file_that_others_change(
         assert raised.value.message.startswith("Expert ") and str(copy) in raised.value.message and raised.value.hint
         with pytest.raises(MoeedgeError):
             greedy_answer(session, list(range(200)), N_PREDICT)
+
+
+@pytest.mark.slow
+def test_two_processes_on_one_file(path: Path) -> None:
+    command = [sys.executable, "-m", "moeedge", "chat", "-m", str(path), "-md", "none", "-c", "512", "-t", "1", "--raw"]
+    command += ["-p", "tell me of the sea", "-n", "40", "--temp", "0", "-dev", "none"]
+    mapped = subprocess.run([*command, "--ram", "off"], capture_output=True, timeout=120, check=True).stdout
+    both = [subprocess.Popen([*command, "--ram", "200KiB"], stdout=subprocess.PIPE) for _ in range(2)]
+    assert [process.communicate(timeout=120)[0] for process in both] == [mapped, mapped]

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from moeedge.engine.session import Session
 from moeedge.errors import EngineError
 from moeedge.hardware import devices
 from moeedge.hardware.spec import DeviceSpec
 from moeedge.native.cache import ExpertCache
+from moeedge.scheduler.slot_memory import MemoryWatch
+from tests.support.answers import assert_equal_answers
 from tests.support.counting import DEVICE, CountingDevice, Kind
 from tests.support.experts import ExpertFile, ask, assert_balanced, assert_bytes, drain, resident, write_experts
-from tests.support.hybrid import RandomPlans, hybrid_context, random_prompt
+from tests.support.hybrid import RandomPlans, hybrid_config, hybrid_context, random_prompt
+from tests.support.sessions import GREEDY
 from tests.support.stock import StockContext
 
 PIECE_BYTES = 256 << 10  # native/src/expert-uploader.cpp
@@ -114,3 +119,27 @@ def counting_free_bytes() -> int:
     reading = devices.read_memory(devices.resolve(DeviceSpec.parse(DEVICE), bundled=False))
     assert reading is not None
     return reading.free_bytes
+
+
+def test_the_cache_shrinks_when_another_program_takes_memory(
+    tiny_moe: Path, tiny_draft: Path, counting: CountingDevice
+) -> None:
+    with StockContext(tiny_moe) as stock:
+        expected = stock.greedy(PROMPT, 24)[0]
+    with Session.open(hybrid_config(tiny_moe, tiny_draft, 0.75, gamma=4, device=DEVICE)) as session:
+        manager = session.placement
+        assert manager is not None
+        before = manager.cache.info
+        slot_bytes = int(manager.cache.groups()[2].max())
+        now_s = 0.0
+        (tier,) = manager.tiers
+        tier.watch = MemoryWatch(10 * slot_bytes, partial(devices.read_memory, tier.device), clock=lambda: now_s)
+        generation = session.generate(PROMPT, n_predict=24, sampling=GREEDY, ignore_eos=True)
+        for step, _ in enumerate(generation):
+            now_s += 1.0
+            if step == 3:
+                counting.set("other_bytes", counting_free_bytes() - 2 * slot_bytes)
+        assert_equal_answers(session, PROMPT, expected, generation.tokens)
+        assert manager.cache.info.n_slots == before.n_slots - 8
+        assert counting_free_bytes() >= 9 * slot_bytes  # what the subgraphs take comes and goes
+    counting.set("other_bytes", 0)

@@ -135,7 +135,7 @@ def test_a_long_header_is_fetched_in_pieces(place: HubMachine, tmp_path: Path, m
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr(headers, "_FIRST_BYTES", 256)
-    path, _ = headers.locate_or_fetch(NAME, tmp_path, Run())
+    path, _ = headers.locate_or_fetch(NAME, lambda: tmp_path, Run())
     assert path.read_bytes() == place.hub.files[BIG][: path.stat().st_size]
     assert place.hub.ranges()[:3] == [None, "bytes=256-", "bytes=1024-"]
     assert path.stat().st_size <= 2**16

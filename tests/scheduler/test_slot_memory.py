@@ -14,9 +14,11 @@ import pytest
 
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig
+from moeedge.hardware.devices import VramReading
 from moeedge.native.cache import ExpertCache
 from moeedge.run import Level, Notification, Run
 from moeedge.scheduler import slot_memory
+from moeedge.scheduler.config import PlacementConfig
 from moeedge.scheduler.native_io import CacheStore
 from moeedge.scheduler.slot_memory import LOST, SlotMemory, slots_of
 from tests.conftest import TinyFactory
@@ -227,8 +229,57 @@ def test_slots_go_between_answers(tiny: TinyFactory, monkeypatch: pytest.MonkeyP
         machine.free_bytes = 50 * slot_bytes
         assert cache.stats().slots_used <= n_used - 30
         assert said == [], "not into a line that is being typed"
-        session.watch_memory()
+        wait_until(lambda: session.watch_memory() or bool(said))  # the thread takes slots, then notes it
         assert set(levels(said)) == {Level.WARNING}
         session.target.clear()
         assert answered(session, TOKENS, 6).tokens == expected
         machine.free_bytes = 0  # while it closes
+
+
+@pytest.mark.usefixtures("cache_folder")
+def test_slots_go_within_a_prompt_and_come_back(tiny: TinyFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tiny("qwen3moe", layers=4, embd=256, experts=64, expert_ff=256)
+    monkeypatch.setattr(slot_memory, "_INTERVAL_S", 0.005)
+    placement = PlacementConfig(disk_bytes_per_s=60e6)
+    config = EngineConfig(model=path, n_ctx=512, n_threads=1, gamma=0, device="none", ram=64 << 20, placement=placement)
+    said: list[Notification] = []
+    with Session.open(config) as session:
+        manager, cache, target = session.placement, session.placement.cache, session.target
+        manager.run.show = lambda text: said.append(text) if isinstance(text, Notification) else None
+        expected = answered(session, TOKENS, 6).tokens
+        n_opened = cache.info.n_slots
+        slot_bytes = int(cache.groups()[2].max())
+        cache.clear()
+        target.clear()
+
+        machine = FreeMemory(40 * slot_bytes, step_s=0.3)
+        in_prompt: list[int] = []
+
+        def read() -> VramReading:
+            if in_prompt:
+                machine.free_bytes = (5 if cache.stats().slots_used > 100 else 30) * slot_bytes
+            return machine.read()
+
+        def look() -> bool:
+            if target.n_past == 0:
+                in_prompt.append(cache.info.n_slots)
+            return False
+
+        manager.tiers[0].slots.watch = machine.watch(40 * slot_bytes)
+        manager.tiers[0].slots.watch.read = read
+        assert answered(session, TOKENS, 6, run=Run(cancelled=look)).tokens == expected
+        assert in_prompt[0] == n_opened > in_prompt[-1], "in the middle of its only batch"
+        assert cache.info.n_slots <= 100
+        assert cache.stats().slots_used > 4, "it was not opened again"
+        assert set(levels(said)) == {Level.WARNING}
+
+        said.clear()
+        in_prompt.clear()
+        machine.free_bytes = 1000 * slot_bytes
+        target.clear()
+        end_s = time.monotonic() + 20
+        while Level.NOTICE not in levels(said) and time.monotonic() < end_s:
+            target.clear()
+            answered(session, TOKENS[:20], 10)
+        assert cache.info.n_slots == n_opened
+        assert levels(said) == [Level.NOTICE]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from moeedge.bench.config import REFERENCE
-from moeedge.errors import InputError
+from moeedge.errors import InputError, require
 from moeedge.paths import unpacked
 from moeedge.records import figure
 from moeedge.schemas import read_json
@@ -46,7 +46,10 @@ class SurfacePoint:
 def read_points(path: Path) -> list[SurfacePoint]:
     """The points of a record of bench. Raises InputError for any other file."""
     try:
-        return surface_points(read_json(unpacked(path.read_bytes()).decode()))
+        rows = read_json(unpacked(path.read_bytes()).decode())
+        is_record = isinstance(rows, list) and rows and all("tg_ts_median" in row for row in rows)
+        require(is_record, "its rows are not those of moeedge bench")
+        return surface_points(rows)
     except OSError as error:
         reason = error.strerror or "it cannot be read"
     except (ArithmeticError, AttributeError, KeyError, TypeError) as error:  # no rows, no key, another kind of value
@@ -111,6 +114,6 @@ def break_even(points: Sequence[SurfacePoint]) -> dict[float, float | None]:
         if last is None:
             costs[acceptance] = None
             continue
-        dearest, falling = zip(*reversed(own[last : last + 2]), strict=True)
-        costs[acceptance] = float(np.interp(1.0, falling, dearest))
+        draft_costs, ratios = zip(*reversed(own[last : last + 2]), strict=True)  # ratios ascend, as interp wants
+        costs[acceptance] = float(np.interp(1.0, ratios, draft_costs))
     return costs

@@ -243,8 +243,10 @@ def print_part(rows: Sequence[Compared], console: Console) -> None:
     console.print()
     title = f"{_PART_TITLES[table]} (rejected tokens: {rows[0].rejected_token_model})"
     columns = _part_columns(in_ms=table in _IN_MS)
-    several = [column for column in columns if len({column.read(row) for row in rows}) > 1]
-    print_table(console, several, rows, title=title)
+    if len({row.result.config.cache_ratio for row in rows}) == 1:
+        del columns[1]
+    known = [column for column in columns if any(column.read(row) not in (None, "") for row in rows)]
+    print_table(console, known, rows, title=title)
     if table.startswith("table"):
         from moeedge.lab.sim.papers import same_order
 

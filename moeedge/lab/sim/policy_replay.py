@@ -128,8 +128,8 @@ class ReplayStats:
 class PolicyReplay:
     """One policy with its slots: an expert store whose link carries a limited number of uploads.
 
-    max_uploads: of plans, per layer and batch. expert_bytes: [n_layers]. fresh_policy: makes the
-    policy that each text begins with; None: `policy` goes through all of them.
+    max_uploads: of plans, per layer and batch. expert_bytes: [n_layers]. fresh_policy: makes the policy that each text
+    begins with; None: `policy` goes through all of them.
     """
 
     def __init__(

@@ -88,6 +88,7 @@ def find_handoff(name: str, side: Side = "chosen") -> Handoff:
     times = pick(data["calls"], side)
 
     def timed(counts: dict[str, float]) -> Calls:
+        require(counts.keys() <= {*_CALL_TIMES, "bytes_up", "bytes_down"}, f"an unknown call among {', '.join(counts)}")
         fixed_s = sum(counts.get(call, 0) * times[constant] for call, constant in _CALL_TIMES.items())
         n_bytes = counts.get("bytes_up", 0) + counts.get("bytes_down", 0)
         return Calls(fixed_s=fixed_s, n_bytes=n_bytes, blocking=bool({"gets", "sets"} & counts.keys()))

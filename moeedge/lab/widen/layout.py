@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from pathlib import Path
@@ -415,7 +415,7 @@ class WidePlan(FilePlan):
         data = sum(tensor.live_bytes for tensor in self.tensors) if sparse else self.data_bytes
         return self.source.stat().st_size + _HEADER_ROOM + data
 
-    def data(self) -> Iterator[Iterator[Bytes]]:
+    def data(self) -> Generator[Iterator[Bytes]]:
         with self.source.open("rb") as file:
             yield from (tensor.groups(file) for tensor in self.tensors)
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -241,7 +241,7 @@ class RandomModel(FilePlan):
     def room_bytes(self, sparse: bool) -> int:
         return self.data_bytes + _HEADER_BYTES_PER_TOKEN * self.n_vocab + 2**20
 
-    def data(self) -> Iterator[Iterator[Bytes]]:
+    def data(self) -> Generator[Iterator[Bytes]]:
         weights = RandomWeights(zlib.crc32(self.name.encode()))
         return (weights.chunks(tensor) for tensor in self.tensors)
 

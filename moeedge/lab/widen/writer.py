@@ -11,8 +11,8 @@ import fcntl
 import os
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, ClassVar
@@ -76,7 +76,7 @@ class FilePlan(ABC):
         """Upper bound of what the file takes on the disk."""
 
     @abstractmethod
-    def data(self) -> Iterator[Iterable[Bytes]]:
+    def data(self) -> Generator[Iterable[Bytes]]:
         """Yields the bytes of each tensor in groups: uint8 [rows, bytes of a row], or one-dimensional."""
 
     def add_tokenizer(self, writer: gguf.GGUFWriter) -> None:
@@ -100,13 +100,14 @@ class FilePlan(ABC):
                 self.write_header(part)
                 file.seek(0, os.SEEK_END)
                 file.write(b"\0" * (-file.tell() % gguf.GGUF_DEFAULT_ALIGNMENT))  # up to the first tensor
-                for groups in self.data():
-                    for data in groups:
-                        n_live = 1 + max(np.flatnonzero(data.any(axis=1)), default=-1) if sparse else len(data)
-                        file.write(data[:n_live].data)
-                        file.seek(data[n_live:].nbytes, os.SEEK_CUR)  # a hole
-                        on_bytes(data.nbytes)
-                    file.write(b"\0" * (-file.tell() % gguf.GGUF_DEFAULT_ALIGNMENT))
+                with closing(self.data()) as tensors:
+                    for groups in tensors:
+                        for data in groups:
+                            n_live = 1 + max(np.flatnonzero(data.any(axis=1)), default=-1) if sparse else len(data)
+                            file.write(data[:n_live].data)
+                            file.seek(data[n_live:].nbytes, os.SEEK_CUR)  # a hole
+                            on_bytes(data.nbytes)
+                        file.write(b"\0" * (-file.tell() % gguf.GGUF_DEFAULT_ALIGNMENT))
                 file.truncate()  # to where the last hole ends
                 file.flush()
                 os.fsync(file.fileno())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import os
 import shutil
 import subprocess
 import sys
@@ -159,4 +161,18 @@ def test_interrupted_write(signum: int, code: int, tiny_moe: Path, tmp_path: Pat
     process.send_signal(signum)
     _, output = process.communicate(timeout=60)
     assert (process.returncode, output) == (code, "")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_and_a_quota_leave_no_file(
+    number: int, tiny_moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_file: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", full)
+    result = widen(tmp_path / "wide.gguf", "-m", tiny_moe, "--embd", 128)
+    assert result.exit_code == 1 and os.strerror(number).lower() in " ".join(result.stderr.split())
+    assert "Free some space" in result.stderr
     assert list(tmp_path.iterdir()) == []
