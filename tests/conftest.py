@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import signal
 import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
@@ -38,6 +39,8 @@ def pytest_configure() -> None:
 
     Read when llama_cpp is loaded, which nothing does before the first test module is imported.
     """
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # of nohup, which what is tested would keep
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     os.environ.setdefault("MOEEDGE_NO_PROBE", "1")  # the tests make hundreds of files
     # processes that the tests start without our library keep away from AMX kernels that fail, too

@@ -48,7 +48,13 @@ def run_case(rng: Random, arguments: list[str], home: Path) -> tuple[str, str]:
         command = [sys.executable, "-m", "moeedge", *arguments]
         null = subprocess.DEVNULL
         process = subprocess.Popen(
-            command, stdin=null, stdout=null, stderr=errors, env=environment, start_new_session=True
+            command,
+            stdin=null,
+            stdout=null,
+            stderr=errors,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=_stop_ignoring,  # what a shell lets its background jobs ignore
         )
         start_s = time.monotonic()
         for signum, moment_s in zip(chosen, moments_s, strict=True):
@@ -79,6 +85,11 @@ def run_case(rng: Random, arguments: list[str], home: Path) -> tuple[str, str]:
         os.killpg(process.pid, signal.SIGKILL)
         return "process left", about
     return "ended" if code else "finished", ""
+
+
+def _stop_ignoring() -> None:
+    for signum in SIGNALS:
+        signal.signal(signum, signal.SIG_DFL)
 
 
 def _lives(group: int) -> bool:

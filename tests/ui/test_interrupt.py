@@ -48,6 +48,17 @@ def test_ctrl_c_is_an_exception_between_answers_and_sigterm_is_not_forgotten() -
         assert interrupt()
 
 
+def test_nohup_is_kept() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Interrupt(armed=True) as interrupt:
+            receive(signal.SIGHUP)
+            assert not interrupt()
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_handlers_are_given_back_and_another_thread_is_left_alone() -> None:
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM)
     before = [signal.getsignal(signum) for signum in signals]

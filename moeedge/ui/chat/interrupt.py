@@ -81,7 +81,8 @@ class Interrupt:
     def __enter__(self) -> Interrupt:
         if threading.current_thread() is threading.main_thread():
             for signum in (signal.SIGINT, *_ENDING):
-                self._before[signum] = signal.signal(signum, self._receive)
+                if signum != HANGUP or signal.getsignal(signum) is not signal.SIG_IGN:  # as nohup wants it
+                    self._before[signum] = signal.signal(signum, self._receive)
             self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._repeat)
         return self
 
