@@ -229,8 +229,15 @@ class Model(Closing):
         return _read_metadata(self.handle, key)
 
     def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
-        """Returns token ids. add_special: BOS/EOS if the model uses them; parse_special: <|...|> as special tokens."""
-        data = text.encode()
+        """Returns token ids. add_special: BOS/EOS if the model uses them; parse_special: <|...|> as special tokens.
+
+        Raises InputError for a lone surrogate, ModelFileError for a vocabulary that is damaged.
+        """
+        try:
+            data = text.encode()
+        except UnicodeEncodeError:
+            what = "The prompt has half of a surrogate pair, which is no character."
+            raise InputError(what, "Correct its text, or the chat template that writes it.") from None
         room, count = 0, -len(data) - 2
         while _TEXT_THREW < count < -room:
             room = -count

@@ -71,6 +71,11 @@ def test_tokens_spell_the_text(model: Model, text: str) -> None:
     assert b"".join(map(model.piece, model.tokenize(text))).decode() == text
 
 
+def test_half_of_a_surrogate_pair_is_refused(model: Model) -> None:
+    with pytest.raises(InputError, match="surrogate"):
+        model.tokenize("a \ud800")
+
+
 def test_special_tokens(model: Model) -> None:
     assert model.tokenize("<|im_start|>") == [IM_START]
     assert len(model.tokenize("<|im_start|>", parse_special=False)) > 1
