@@ -1,6 +1,6 @@
 """Write the prompt set "toy", prompts that the bundled pair never saw: `python -m models.toy`.
 
-`python -m models.toy --prompts 630 --seed more --in-turn -o more.jsonl` makes another, for longer measurements.
+`python -m models.toy --prompts 630 --seed more -o more.jsonl` makes another, for longer measurements.
 `python -m models.toy --calibration` writes the set by which expert budgets are chosen; it has no prompt of "toy", and
 `--without FILE` keeps its prompts out of other sets. `--text` writes the text "toy", complete chats for perplexity.
 """
@@ -28,9 +28,9 @@ N_TEXT_CHATS = 28  # four of every domain
 Turns = tuple[str, ...]  # what the user says in a chat
 
 
-def rows(n_prompts: int = N_PROMPTS, seed: str = "toy", *, in_turn: bool = False) -> list[dict[str, Any]]:
-    """The set in the form of docs/datasets.md, domain by domain or in turn; system messages are left out."""
-    return rows_of(held_back(n_prompts, seed), in_turn=in_turn)
+def rows(n_prompts: int = N_PROMPTS, seed: str = "toy") -> list[dict[str, Any]]:
+    """The set in the form of docs/datasets.md, domain by domain; system messages are left out."""
+    return rows_of(held_back(n_prompts, seed), in_turn=False)
 
 
 def calibration_rows() -> list[dict[str, Any]]:
@@ -79,7 +79,6 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=N_PROMPTS, help="how many, of all domains in turn")
     parser.add_argument("--seed", default="toy", help="another text makes other prompts")
     parser.add_argument("-o", "--out", type=Path)
-    parser.add_argument("--in-turn", action="store_true", help="domains take turns, not one after the other")
     parser.add_argument("--without", type=Path, action="append", default=[], help="a set whose prompts are left out")
     parser.add_argument("--calibration", action="store_true", help="the set by which expert budgets are chosen")
     parser.add_argument("--text", action="store_true", help=f"write {TEXT_OUT.name}, complete chats")
@@ -91,7 +90,7 @@ def main() -> None:
         out, made = options.out or CALIBRATION, calibration_rows()
     else:
         chats = fresh_chats(options.prompts, options.seed, prompts_in(options.without))
-        out, made = options.out or OUT, rows_of(chats, in_turn=options.in_turn)
+        out, made = options.out or OUT, rows_of(chats, in_turn=False)
     out.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in made))
     print(f"{out}: {len(made)} prompts")
 

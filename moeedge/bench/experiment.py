@@ -270,21 +270,22 @@ class Together(Work):
 
     def rounds(self, arms: Sequence[BenchArm], left: Sequence[tuple[int, str]]) -> Iterator[Round]:
         """A round is a repetition."""
+        tokens = [arms[0].session.model.chat_tokens(prompt.messages(0)) for prompt in self.prompts]
         if self.warms_up:
-            yield 0, self._warm_up
+            yield 0, partial(self._warm_up, tokens)
         for repetition, _ in left:
-            yield repetition, partial(self._answer, repetition)
+            yield repetition, partial(self._answer, tokens, repetition)
 
-    def _answer(self, repetition: int, arm: BenchArm) -> Sample:
+    def _answer(self, tokens: Sequence[Sequence[int]], repetition: int, arm: BenchArm) -> Sample:
         """Answers all prompts; the sample holds the steps with N texts."""
-        label, n_parallel, tokens = arm.mode.label, arm.mode.n_parallel or 1, self._tokens(arm)
+        label, n_parallel = arm.mode.label, arm.mode.n_parallel or 1
         with Meter(arm.session) as meter:
             generation = self._generate(arm, tokens, self.n_predict)
         drain_s, stats, own = arm.drain_transfers(), generation.stats, generation.of_texts[n_parallel]
         texts = []
         for prompt, prompt_ids, answer in zip(self.prompts, tokens, generation.answers, strict=True):
             text = Sample(label, prompt.id, 0, repetition, 0, stop_reason=answer.stop_reason)
-            texts.append(replace(text, tokens=list(answer.tokens), prompt_ids=prompt_ids))
+            texts.append(replace(text, tokens=list(answer.tokens), prompt_ids=list(prompt_ids)))
         names = ("decode_s", "drafted", "accepted", "draft_s", "verify_s", "observe_s")
         return Sample(
             *(label, "", 0, repetition, 0),
@@ -304,11 +305,8 @@ class Together(Work):
             texts=texts,
         )
 
-    def _warm_up(self, arm: BenchArm) -> None:
-        self._generate(arm, self._tokens(arm)[: arm.mode.n_parallel], _WARM_UP_TOKENS_TOGETHER)
-
-    def _tokens(self, arm: BenchArm) -> list[list[int]]:
-        return [arm.session.model.chat_tokens(prompt.messages(0)) for prompt in self.prompts]
+    def _warm_up(self, tokens: Sequence[Sequence[int]], arm: BenchArm) -> None:
+        self._generate(arm, tokens[: arm.mode.n_parallel], _WARM_UP_TOKENS_TOGETHER)
 
     def _generate(self, arm: BenchArm, prompts: Sequence[Sequence[int]], n_predict: int) -> ParallelGeneration:
         """Answers the prompts from empty KV caches. Raises KeyboardInterrupt where Ctrl-C ended an answer."""

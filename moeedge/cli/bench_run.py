@@ -90,7 +90,8 @@ def run_bench(options: BenchOptions) -> int:
         check_picture(options.plot)
     if options.cache_ratio is not None and base.placement.vram_bytes is not None:
         raise InputError("--vram and --cache-ratio cannot be used together.", "Leave out one of them.")
-    if sweep.has_caches and not resolve_device(base).has_tiers:
+    device = resolve_device(base) if sweep.has_caches or (options.modes is None and not parallel) else None
+    if sweep.has_caches and device is not None and not device.has_tiers:
         what = "--policy and --cache-ratio compare expert caches, and there is no device for one."
         raise InputError(what, "Use -dev emulated; moeedge devices lists what this machine has.")
     dataset, is_bundled = options.dataset, paths.is_bundled(base.model)
@@ -99,7 +100,7 @@ def run_bench(options: BenchOptions) -> int:
         toy = (compares or options.score) and is_bundled
         dataset = "sample" if options.offline_sample else "toy" if toy else "sample" if compares else None
     prompts = None if dataset is None else load_datasets(dataset, offline_sample=options.offline_sample)
-    has_layers = not parallel and resolve_device(base).kind == "gpu"
+    has_layers = not parallel and device is not None and device.kind == "gpu"
     text = options.perplexity
     if text is None and budgets is not None and is_bundled:
         text = TOY

@@ -10,7 +10,7 @@ DraftPrefetch         moves the predicted experts while the draft model works.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -189,10 +189,10 @@ class DraftPrefetch:
     cache: ExpertCache
     is_on: Callable[[], object]
     vanilla: bool
-    plans: int = 0
-    stops: int = 0
-    _tokens: Sequence[int] = ()
-    _has_pushed: bool = False
+    plans: int = field(default=0, init=False)
+    stops: int = field(default=0, init=False)
+    _tokens: Sequence[int] = field(default=(), init=False)
+    _has_pushed: bool = field(default=False, init=False)
 
     def begin_batch(self) -> None:
         self.predictor.begin_batch()

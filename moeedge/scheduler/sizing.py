@@ -17,7 +17,7 @@ from moeedge.scheduler.config import PlacementConfig
 from moeedge.units import format_bytes
 
 _STAGING_EXPERTS, _STAGING_BYTES = 32, 96 << 20  # most of both per half of the staging slots, for streaming prefill
-_MAX_DEVICE_PAIRS = 2048  # that the backend gives a device at once (native/src/hybrid.h)
+_MAX_DEVICE_PAIRS = 2048  # that the backend gives a device at once (native/src/streamed-block.h)
 
 
 @dataclass(frozen=True)

@@ -193,9 +193,9 @@ class Tier:
         if self.lost:
             return None
         with suppress(MoeedgeError):  # a driver that stopped answering must not end an answer
-            info, reading = self.cache.info, None
+            info = self.cache.info
             if self.device is None:
-                reading = host_memory()
+                reading: devices.VramReading | None = host_memory()
             else:
                 filled_bytes = info.pool_bytes * self.cache.stats().slots_used // max(1, info.n_slots)
                 reading = devices.read_memory(self.device, pool_bytes=info.pool_bytes, filled_bytes=filled_bytes)

@@ -185,10 +185,10 @@ def test_rows_come_out_where_a_later_number_of_texts_fails(
 ) -> None:
     answer = Together._answer
 
-    def failing(work: Together, repetition: int, arm: BenchArm) -> Sample:
+    def failing(work: Together, tokens: list[list[int]], repetition: int, arm: BenchArm) -> Sample:
         if arm.mode.n_parallel == 3:
             raise EngineError("No memory.")
-        return answer(work, repetition, arm)
+        return answer(work, tokens, repetition, arm)
 
     monkeypatch.setattr(Together, "_answer", failing)
     work = ["--dataset", str(write_texts(tmp_path)), "-n", "4", "-r", "1", "--ignore-eos", "--modes", "stock-ar"]

@@ -47,13 +47,15 @@ def read_points(path: Path) -> list[SurfacePoint]:
     """The points of a record of bench. Raises InputError for any other file."""
     try:
         rows = read_json(unpacked(path.read_bytes()).decode())
-        is_record = isinstance(rows, list) and rows and all("tg_ts_median" in row for row in rows)
+        is_record = (
+            isinstance(rows, list) and rows and all(isinstance(row, dict) and "tg_ts_median" in row for row in rows)
+        )
         require(is_record, "its rows are not those of moeedge bench")
         return surface_points(rows)
     except OSError as error:
         reason = error.strerror or "it cannot be read"
-    except (ArithmeticError, AttributeError, KeyError, TypeError) as error:  # no rows, no key, another kind of value
-        reason = f"its rows are not those of moeedge bench ({error})"
+    except (ArithmeticError, AttributeError, KeyError, TypeError):  # no key, or another kind of value
+        reason = "its rows are not those of moeedge bench"
     except ValueError as error:
         reason = str(error)
     raise InputError(f"Cannot use {path}: {reason}.", "Give files that moeedge bench -o json has printed.")

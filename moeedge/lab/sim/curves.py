@@ -11,8 +11,9 @@ though policies carry what they learned from one to the next.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product, starmap
@@ -105,6 +106,9 @@ class CurvePanel(ReplaySetting):
         return row | (row.pop("provenance") or {})
 
 
+Sums = tuple[float | None, IntArray]  # a limit, and pairs hit and uploads by unit, [n_units, 2]
+
+
 def trace_curves(
     inputs: Sequence[ReplayInput],
     config: ReplayConfig,
@@ -122,15 +126,35 @@ def trace_curves(
     require(is_valid, "the limits must be at least one number >= 0 of uploads per layer and step")
     names = (*config.policies, *PAIR_BOUNDS)
     panels = list(product(inputs, config.ratios))
-    tasks = [(given, ratio, name) for given, ratio in panels for name in names]
-    run = partial(_replayed, config=config, limits=limits)
-    with ProcessPoolExecutor(n_processes, get_context("spawn")) as pool:  # starts a process with the first task
-        found = []
-        for sums in pool.map(run, *zip(*tasks, strict=True)) if n_processes > 1 else starmap(run, tasks):
-            found.append(sums)
+    tasks = list(product(range(len(panels)), names))
+    tasks.sort(key=lambda task: -panels[task[0]][0].schedule.n_steps)  # the longest first
+    found = {}
+    with ExitStack() as stack:
+        runs: Iterable[list[Sums]] = starmap(partial(_replayed, panels, config, limits), tasks)
+        if n_processes > 1:
+            arguments = (panels, config, limits)
+            pool = ProcessPoolExecutor(n_processes, get_context("spawn"), initializer=_keep, initargs=arguments)
+            runs = stack.enter_context(pool).map(_run_kept, tasks)
+        for task, sums in zip(tasks, runs, strict=True):
+            found[task] = sums
             progress.add()
-    of_tasks = iter(found)
-    return [_panel(*panel, config, limits, {name: next(of_tasks) for name in names}) for panel in panels]
+    return [
+        _panel(*panel, config, limits, {name: found[index, name] for name in names})
+        for index, panel in enumerate(panels)
+    ]
+
+
+_kept: tuple[Any, ...] = ()  # of a process of the pool: what all tasks share, sent once
+
+
+def _keep(*arguments: Any) -> None:
+    global _kept
+    _kept = arguments
+
+
+def _run_kept(task: tuple[int, str]) -> list[Sums]:
+    panels, config, limits = _kept
+    return _replayed(panels, config, limits, *task)
 
 
 def bootstrap_weights(n_units: int, n_resamples: int, seed: int) -> FloatArray:
@@ -140,15 +164,20 @@ def bootstrap_weights(n_units: int, n_resamples: int, seed: int) -> FloatArray:
 
 
 def _replayed(
-    given: ReplayInput, ratio: float, policy: str, *, config: ReplayConfig, limits: Sequence[float]
-) -> list[tuple[float | None, IntArray]]:
-    """One policy at the limits that could bind it, then without one: pairs hit and uploads by unit, [n_units, 2].
+    panels: Sequence[tuple[ReplayInput, float]],
+    config: ReplayConfig,
+    limits: Sequence[float],
+    index: int,
+    policy: str,
+) -> list[Sums]:
+    """One policy of a panel at the limits that could bind it, then without one.
 
     Bounds, policies whose traffic cannot be limited and those that are not ranked have no limits.
     """
+    given, ratio = panels[index]
     unit_of = _units(given.schedule)[0]
 
-    def sums_at(limits: Sequence[float | None]) -> list[tuple[float | None, IntArray]]:
+    def sums_at(limits: Sequence[float | None]) -> list[Sums]:
         arms = [ReplayArm(policy, ratio, limit) for limit in limits]
         found = replay_arms(given, arms, config) if arms else []
         by_batch = [np.diff(stats.until, axis=0, prepend=0) for stats in found]
@@ -187,7 +216,7 @@ def _panel(
     ratio: float,
     config: ReplayConfig,
     limits: Sequence[float],
-    found: dict[str, list[tuple[float | None, IntArray]]],
+    found: dict[str, list[Sums]],
 ) -> CurvePanel:
     schedule = given.schedule
     unit_of, unit = _units(schedule)

@@ -30,6 +30,7 @@ from moeedge.lab.sim.noisy_predictor import BatchPredictions
 from moeedge.lab.traces.schedule import Batch
 from moeedge.policies.base import CacheShape, ExpertPrediction, Plan, Policy
 from moeedge.scheduler.driver import StepDriver
+from moeedge.scheduler.stats import PlacementStats
 
 
 class Slots:
@@ -93,7 +94,7 @@ class HitStats:
     @property
     def hit_rate_pairs(self) -> float:
         """Share of the pairs whose expert was resident; 0 without any."""
-        return self.pairs_hit / max(self.pairs, 1)
+        return PlacementStats.hit_rate_pairs.compute(self) or 0.0
 
     @property
     def hit_rate_experts(self) -> float:

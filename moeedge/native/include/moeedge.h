@@ -293,7 +293,7 @@ MOEEDGE_API int moeedge_cache_set_utilities(int64_t cache, const float * utiliti
 // others back to the system. The most useful experts stay. From any thread, also during a computation, whose experts stay.
 // Returns the number of slots in use
 MOEEDGE_API int moeedge_cache_limit(int64_t cache, int n_slots);
-// Device "ram": queues the absent ones of a coming layer's experts [n] after what a computation waits for. They stay until that
+// Tests: of the device "ram", queues the absent ones of a coming layer's experts [n] after what a computation waits for. They stay until that
 // layer's turn, the next one after the last layer that was computed
 MOEEDGE_API int moeedge_cache_read_ahead(int64_t cache, int layer, const int32_t * experts, int n);
 // waits until no transfer is under way and the queue is empty or waits for a victim
