@@ -91,3 +91,15 @@ def test_curves_by_score_and_threshold_against_loops() -> None:
             for parts, totals in ((left, pairs), (served, distinct))
         ]
         assert found == pytest.approx((sum(left) / sum(pairs), sum(served) / sum(distinct), *spreads))
+
+
+@pytest.mark.parametrize("name", list(SPECULATIVE))
+def test_predictions_depend_on_the_past_of_their_text_only(name: str) -> None:
+    counts, is_first = _random_counts(30, high=6), np.arange(30) % 15 == 0
+    before = predicted_by(counts, is_first, SPECULATIVE[name])
+    changed = counts.copy()
+    changed[20:] = 9 - changed[20:]
+    np.testing.assert_array_equal(before[:21], predicted_by(changed, is_first, SPECULATIVE[name])[:21])
+    assert not before[is_first].any()
+    alone = predicted_by(counts[15:], is_first[15:], SPECULATIVE[name])
+    np.testing.assert_array_equal(before[15:], alone)

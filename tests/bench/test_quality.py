@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from dataclasses import replace
@@ -27,14 +28,16 @@ from moeedge.bench.quality import (
     negative_log_likelihood,
 )
 from moeedge.bench.samples import Sample
-from moeedge.data.datasets import load_text
+from moeedge.data.datasets import load_dataset, load_text
 from moeedge.data.prompts import Dataset, EvaluationText, Prompt, user_turns
 from moeedge.errors import DatasetError, InputError
 from moeedge.llama.context import Context
 from moeedge.llama.model import Model
 from moeedge.native.abi import Phase
+from moeedge.records import as_dict
 from moeedge.run import Run
 from moeedge.scoring.answers import NOT_RUN, Reference, Score, rouge_scorer, score_answer
+from tests.bench.recording import RecordedBench, Recorder, make_plan
 
 _END = 9
 _TEXT = EvaluationText("words", "the cat and the dog saw " * 8, "0")
@@ -240,3 +243,31 @@ def test_texts(tmp_path: Path) -> None:
             load_text(str(own))
     with pytest.raises(DatasetError):
         load_text(str(tmp_path / "absent.txt"))
+
+
+def test_a_run_scores_every_mode_alike(tmp_path: Path, tiny_moe: Path, tiny_draft: Path) -> None:
+    path = tmp_path / "own.jsonl"
+    limit = {"scorer": "contains", "max_chars": 100_000}
+    records = [
+        {"id": "x", "prompt": "Hi", "reference": limit},
+        {"id": "x", "prompt": "Say xyzzy", "reference": {"scorer": "exact", "expect": "xyzzy"}},
+        {"turns": ["a", "b"], "references": [None, limit]},
+    ]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    plan = make_plan(tiny_moe, tiny_draft, dataset=load_dataset(str(path)), score=True, n_predict=4)
+    recorder = Recorder()
+    with RecordedBench(plan, recorder) as bench:
+        bench.measure()
+        rows = bench.rows()
+        assert bench.rows()[0].scores == rows[0].scores
+    assert "1 of 4 answers will not be scored: there is no reference for them." in recorder.notes
+    for row in rows:
+        record = json.loads(json.dumps(as_dict(row)))
+        assert record["score"] == pytest.approx(2 / 3)
+        assert (record["n_scored"], record["n_answers"], record["scorer"]) == (3, 4, "contains,exact")
+        assert record["n_cut"] == 4  # a random model does not stop
+        assert record["unscored"] == [{"reason": NO_REFERENCE, "n": 1}]
+        by_prompt = {(s["prompt"], s["turn"]): (s["score"], s["score_reason"]) for s in record["samples"]}
+        assert by_prompt["x", 0] == (1.0, "")
+        assert by_prompt["x#2", 0] == (0.0, 'not "xyzzy"')  # a repeated id is made unique
+        assert all(isinstance(s["answer"], str) for s in record["samples"])

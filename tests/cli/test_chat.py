@@ -14,10 +14,14 @@ from typing import Any
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 from moeedge.cli import chat_run
+from moeedge.cli.chat_options import SamplingOptions
 from moeedge.cli.engine_options import EngineOptions
 from moeedge.cli.model_files import ModelFiles, resolve_models
+from moeedge.cli.options import flatten
+from moeedge.engine.types import DEFAULT_SAMPLERS, SamplingConfig
 from moeedge.errors import EmptyPromptError
 from moeedge.hardware.host import concurrent_threads
 from moeedge.ui.chat.prompt import one_shot_prompt
@@ -36,6 +40,20 @@ def process(*arguments: str, **options: Any) -> subprocess.CompletedProcess[Any]
     """`moeedge chat ARGUMENTS` in a process of its own, without standard input."""
     given: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "timeout": 60, "check": False}
     return subprocess.run([*PROGRAM, *arguments], **given | options)
+
+
+def config_of(*arguments: str, escape: bool = False) -> SamplingConfig:
+    """What these options become."""
+    found = []
+
+    @flatten
+    def command(sampling: SamplingOptions) -> None:
+        found.append(sampling.config(escape=escape)[0])
+
+    app = typer.Typer()
+    app.command()(command)
+    CliRunner().invoke(app, arguments, catch_exceptions=False)
+    return found[0]
 
 
 def test_greedy_answers_are_stocks(pair: list[str], tiny_moe: Path) -> None:
@@ -215,3 +233,55 @@ def test_json_names_what_an_answer_followed(pair: list[str], tmp_path: Path) -> 
     assert stats["grammar"] == DIGITS and stats["samplers"] == ["top_k", "temperature"]
     assert stats["template"] == {"source": template.read_text(), "arguments": {"mood": "!"}, "think": "auto"}
     assert "root ::=" in run_json("chat", *pair, *SHORT, "--format", "json")["stats"]["grammar"]
+
+
+def test_options_reach_the_samplers() -> None:
+    assert config_of() == SamplingConfig()  # llama.cpp's defaults
+    config = config_of(
+        *("--samplers", "top-k; temperature,xtc", "-l", "65+1.5", "-l", "66-inf", "--logit-bias", "7-2"),
+        *("--dry-sequence-breaker", "none", "-r", "a", "-r", "b"),
+        *("--typical", "0.5", "--top-nsigma", "2", "--dynatemp-exp", "2"),
+    )
+    assert config.samplers == ("top_k", "temperature", "xtc")
+    assert config.logit_bias == ((65, 1.5), (66, -1e30), (7, -2.0))
+    assert config.dry_sequence_breakers == () and config.stop == ("a", "b")
+    assert (config.typical_p, config.top_n_sigma, config.dynatemp_exponent) == (0.5, 2, 2)
+    assert config_of("-r", "\\n", escape=True).stop == ("\n",)
+    assert config_of("--sampling-seq", "edskypmxt").samplers == DEFAULT_SAMPLERS
+
+
+def test_options_act_on_an_answer(pair: list[str]) -> None:
+    """A bias makes an end token likely; without one the answer goes on to its limit."""
+    plain = run_json("chat", *pair, *SHORT)["text"]
+    for options in (
+        ("--logit-bias", "65+30"),
+        ("--logit-bias", "65+1e400"),
+        ("--logit-bias", "69-inf", "-l", "65+0.5"),
+        ("--presence-penalty", "40"),
+        ("--frequency-penalty", "40"),
+        ("--dry-multiplier", "40", "--dry-sequence-breaker", "none"),
+        ("--format", "json"),
+        ("--chat-template", "vicuna"),
+        ("--chat-template-kwargs", '{"bos_token": "x", "messages": 1}', "--chat-template", "{{ bos_token }} text"),
+        ("-r", "dh"),
+    ):
+        assert run_json("chat", *pair, *SHORT, *options)["text"] != plain, options
+    ends = ("-l", "303+60")
+    assert run_json("chat", *pair, *SHORT, *ends)["stop_reason"] == "eos"
+    report = run_json("chat", *pair, *SHORT, *ends, "--ignore-eos")
+    assert report["stop_reason"] == "length" and len(report["tokens"]) == 24
+
+
+def test_an_option_acts_on_a_sampled_answer(pair: list[str]) -> None:
+    sampled = ("chat", *pair, "--temp", "1.5", "-s", "1", "-n", "24", "-p", "the one and the other")
+    plain = run_json(*sampled)["text"]
+    for options in (
+        ("--typical", "0.1"),
+        ("--top-nsigma", "0.2"),
+        ("--xtc-probability", "1", "--xtc-threshold", "0.01"),
+        ("--dynatemp-range", "1.5"),
+        ("--samplers", "temperature"),
+        ("--sampling-seq", "t"),
+    ):
+        assert run_json(*sampled, *options)["text"] != plain, options
+    assert run_json(*sampled)["text"] == plain  # the seed makes it the same again

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -100,3 +105,29 @@ def test_what_is_refused(header: str, tiny: TinyFactory, tmp_path: Path) -> None
     path.write_bytes(b"MZ" + bytes(40))
     assert "GGUF" in refused("plan", "-m", path)
     assert "vocabular" in refused("plan", "-m", header, "-md", tiny("qwen3"))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+@pytest.mark.slow
+def test_nothing_is_left_behind_by_ctrl_c_or_a_reader_that_leaves(header: str, tmp_path: Path) -> None:
+    temporary = tmp_path / "temporary"  # the folder of kept measurements is next to it
+    temporary.mkdir()
+    environment = os.environ | {"TMPDIR": str(temporary)}
+    command = [sys.executable, "-m", "moeedge", "plan", "-m", header]
+
+    def left_behind() -> list[Path]:
+        return list(temporary.glob("moeedge-*"))  # Python tries the folder with a file of its own
+
+    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    piped = subprocess.Popen(command, env=environment, **pipes)
+    assert piped.stdout is not None
+    piped.stdout.close()
+    _, complaints = piped.communicate(timeout=120)
+    assert b"Traceback" not in complaints
+    stopped = subprocess.Popen(command, env=environment, **pipes)
+    while stopped.poll() is None and not left_behind():
+        time.sleep(0.01)
+    stopped.send_signal(signal.SIGINT)
+    _, complaints = stopped.communicate(timeout=120)
+    assert stopped.returncode in (0, 130) and b"Traceback" not in complaints
+    assert not left_behind()

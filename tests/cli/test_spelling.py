@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from pathlib import Path
 
 import pytest
 
-from moeedge.cli.app import COMMANDS, load_command
+from moeedge.cli.app import COMMANDS, WORDS, environment_kept, load_command
 from moeedge.cli.common import unescaped
 from moeedge.cli.foreign import COMMAND_NAMES, foreign_options
 from moeedge.cli.foreign import COMMANDS as FOREIGN_COMMANDS
@@ -21,6 +22,25 @@ CHAT = load_command("chat")
 
 def translated(line: str, **settings: tuple[str, ...]) -> list[str]:
     return Speller("chat", CHAT, **settings).translate(line.split())  # type: ignore[arg-type]
+
+
+HUB = "ggml-org/gpt-oss-20b-GGUF"
+# what users of llama.cpp and ollama type
+LINES = f"""\
+chat -m hf.co/{HUB}:MXFP4 -hfd ggml-org/Qwen3-0.6B-GGUF --draft 8 --draft-min 1 -devd CUDA0 -ngld 99 --draft-p-min 0.75
+chat -hf {HUB} -hff gpt-oss-20b-mxfp4.gguf -hft TOKEN --offline --spec-type draft-mtp --spec-draft-n-max 8
+chat -mu https://huggingface.co/{HUB}/resolve/main/gpt-oss-20b-mxfp4.gguf --model-draft d.gguf --spec-draft-n-min 1
+chat --model model.gguf -f prompt.txt -sysf system.txt --n-predict -1 --gpu-layers 20 --cpu-moe --device none -sm row
+chat --hf-repo {HUB}:MXFP4 --rpc 192.168.0.2:50052 --temperature 0.7 --top-k 40 --top-p 0.95 --min-p 0.05 --seed 42
+chat --reasoning-format none --reasoning-budget 0 -cnv -st -i -mli --color on -e --no-display-prompt --no-warmup
+chat -v -lv 4 --log-disable --simple-io --context-shift --keep 64 -np 4 --poll 50 -fit on -tb 8 -fa on -no-cnv
+bench -m model.gguf -p 512,1024 -n 128 -ngl 99 -r 5 -t 1,2 -d 0,4096 -pg 512,128 -fa 1 -ctk q8_0 -ctv q8_0
+bench -mmp 0 -sm layer --poll 0 -o json
+run gpt-oss-20b "Why is the sky blue?"
+run gpt-oss-20b --verbose --format json --think=high --hidethinking --nowordwrap
+ls
+rm gpt-oss-20b
+"""
 
 
 @pytest.mark.parametrize(
@@ -278,3 +298,13 @@ def test_the_short_help_has_a_line_for_each_option(command: str) -> None:
     assert not any(line.endswith("...") for line in lines)  # a text that was cut
     assert "--ctx-size" in short and "--cache-type-k" not in short
     assert "--cache-type-k" in every or command == "plan"
+
+
+@pytest.mark.parametrize("line", LINES.splitlines())
+def test_a_line_of_another_program_acts(line: str) -> None:
+    typed, *rest = shlex.split(line)
+    name = COMMAND_NAMES.get(typed, typed)
+    command = load_command(name)
+    arguments = Speller(name, command, words=WORDS.get(typed, ())).translate(rest)
+    with environment_kept():  # as the program does
+        assert command.make_context(name, arguments, resilient_parsing=False).args == []

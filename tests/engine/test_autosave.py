@@ -6,6 +6,8 @@ import faulthandler
 import json
 import multiprocessing
 import os
+import random
+import re
 import resource
 import signal
 import stat
@@ -22,6 +24,7 @@ from moeedge.engine.autosave import Autosave, Origin, UnfinishedChat, remove, ta
 from moeedge.engine.conversation import Conversation, Message
 from moeedge.errors import InputError
 from moeedge.run import Notification, Run, is_warning
+from moeedge.ui.chat.settings import Settings, restored, saved_settings
 from tests.support.machine import files_of_at_most
 
 ORIGIN = Origin("model.gguf", 123, raw=False)
@@ -257,3 +260,37 @@ def _start_and_look(folder: Path) -> int:
     still_there = saved._path is not None and saved._path.exists()
     saved.close()
     return n_found + (not still_there)
+
+
+def test_no_damage_ends_in_another_error(tmp_path: Path) -> None:
+    """Random bytes, cuts and values of other types, anywhere in a file: what is found can be used."""
+    rng = random.Random(7)
+    values = [b"1e999", b"-1", b"NaN", b"null", b"{}", b"[[]]", b'"\\udead"', b"true", b"9" * 5000, b"[" * 5000, b"0.5"]
+    saved = chat(tmp_path)
+    saved.update(talk("one", "two", "three"), saved_settings(Settings()))
+    saved.add_step("answer", [1, 2])
+    saved.update(talk("four"), SETTINGS)
+    saved.close(keep=True)
+    (path,) = tmp_path.iterdir()
+    data = path.read_bytes()
+    for _ in range(3000):
+        damaged = bytearray(data)
+        for _ in range(rng.randint(1, 3)):
+            start = rng.randrange(len(damaged))
+            match rng.randrange(4):
+                case 0:
+                    damaged[start] = rng.randrange(256)
+                case 1:
+                    del damaged[start : start + rng.choice((1, 10, 1000))]
+                case 2:
+                    damaged[start:start] = damaged[: rng.randrange(100)]
+                case _:
+                    spans = [match.span() for match in re.finditer(rb'"[^"]*"|\d+|\[[^]]*\]', damaged)] or [(0, 0)]
+                    start, end = rng.choice(spans)
+                    damaged[start:end] = rng.choice(values)
+        path.write_bytes(damaged)
+        for left in found(tmp_path):
+            text = left.conversation.to_json() + left.text + left.origin.model
+            text.encode()
+            assert all(type(token) in (int, bool) for token in left.tokens)
+            restored(left.settings, Settings())

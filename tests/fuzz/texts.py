@@ -26,92 +26,47 @@ VALUES: tuple[Any, ...] = (
 )
 
 # what a template's token becomes, by the lexer's name of it
+_NAMES = """
+messages m message content role loop index0 add_generation_prompt bos_token tools namespace raise_exception
+strftime_now range dict lipsum cycler self caller none tojson trim length join list map groupby indent center batch
+format replace defined string mapping startswith split __class__ items not in is if else true set for endfor endif
+elif macro call filter break recursive
+"""
 TEMPLATE_TOKENS = {
-    "name": (
-        *(
-            "messages",
-            "m",
-            "message",
-            "content",
-            "role",
-            "loop",
-            "index0",
-            "add_generation_prompt",
-            "bos_token",
-            "tools",
-        ),
-        *(
-            "namespace",
-            "raise_exception",
-            "strftime_now",
-            "range",
-            "dict",
-            "lipsum",
-            "cycler",
-            "self",
-            "caller",
-            "none",
-        ),
-        *(
-            "tojson",
-            "trim",
-            "length",
-            "join",
-            "list",
-            "map",
-            "groupby",
-            "indent",
-            "center",
-            "batch",
-            "format",
-            "replace",
-        ),
-        *("defined", "string", "mapping", "startswith", "split", "__class__", "items", "not", "in", "is", "if", "else"),
-        *("true", "set", "for", "endfor", "endif", "elif", "macro", "call", "filter", "break", "recursive"),
-    ),
+    "name": tuple(_NAMES.split()),
     "operator": (*"+-*/%~|.,:()[]=<>", "**", "//", "==", "!=", "<=", ">="),
     "integer": ("0", "1", "-1", "99999999", "9" * 30, "2147483648"),
     "float": ("0.5", "1e308"),
     "string": ("''", "'a'", "'\\x1b[31m'", "'%s%s'", "'{0.__class__}'", "'\\ud800'", "'" + "x" * 9000 + "'"),
     "data": ("", "<|im_end|>", "{#", "\x1b]0;a\x07", "\n" * 99),
 }
-STATEMENTS = (
-    *(
-        "{% for i in range(9999999) %}a{% endfor %}",
-        "{{ 'a' * 9999999 }}",
-        "{{ ('a' * 9999)|center(999999)|indent(9) }}",
-    ),
-    *(
-        "{{ 9 ** 9 ** 9 }}",
-        "{{ ''.__class__.__mro__ }}",
-        "{{ raise_exception('a') }}",
-        "{{ raise_exception(messages) }}",
-    ),
-    *("{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}", "{{ messages|tojson(indent=999999) }}", "{{ 1 / 0 }}"),
-    *(
-        "{% include 'a' %}",
-        "{% import 'a' as a %}",
-        "{% extends messages %}",
-        "{% set x = [] %}{{ x.append(x) }}{{ x }}",
-    ),
-    *(
-        "{{ strftime_now('%Y' * 9999) }}",
-        "{{ lipsum(999) }}",
-        "{{ " + "(" * 900 + "1" + ")" * 900 + " }}",
-        "{{ loop }}",
-    ),
-    *(
-        "{{ '%999999999d' % 1 }}",
-        "{{ '{:999999999}'.format(1) }}",
-        "{{ messages[-1].content.split('')[0] }}",
-        "{{ self }}",
-    ),
-    *(
-        "{% for a in messages recursive %}{{ loop(messages) }}{% endfor %}",
-        "{{ range(99999999)|list|length }}",
-        "{{ x.y.z }}",
-    ),
-)
+_STATEMENTS = """\
+{% for i in range(9999999) %}a{% endfor %}
+{{ 'a' * 9999999 }}
+{{ ('a' * 9999)|center(999999)|indent(9) }}
+{{ 9 ** 9 ** 9 }}
+{{ ''.__class__.__mro__ }}
+{{ raise_exception('a') }}
+{{ raise_exception(messages) }}
+{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}
+{{ messages|tojson(indent=999999) }}
+{{ 1 / 0 }}
+{% include 'a' %}
+{% import 'a' as a %}
+{% extends messages %}
+{% set x = [] %}{{ x.append(x) }}{{ x }}
+{{ strftime_now('%Y' * 9999) }}
+{{ lipsum(999) }}
+{{ loop }}
+{{ '%999999999d' % 1 }}
+{{ '{:999999999}'.format(1) }}
+{{ messages[-1].content.split('')[0] }}
+{{ self }}
+{% for a in messages recursive %}{{ loop(messages) }}{% endfor %}
+{{ range(99999999)|list|length }}
+{{ x.y.z }}
+"""
+STATEMENTS = (*_STATEMENTS.splitlines(), "{{ " + "(" * 900 + "1" + ")" * 900 + " }}")
 
 
 def mutated_template(rng: Random, data: bytes) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import signal
 import subprocess
 import time
@@ -353,3 +354,17 @@ def test_rm_asks(place: HubMachine) -> None:
 
 def test_rm_leaves_the_bundled_pair(place: HubMachine) -> None:
     assert place.run("rm", "bundled", "--yes").returncode == 2
+
+
+@pytest.mark.slow
+def test_the_disk_fills_up_during_the_download(place: HubMachine) -> None:
+    def small_files() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))  # as a quota: EFBIG
+
+    result = place.run("pull", "big", "--no-draft", before=small_files)
+    assert result.returncode == 1
+    assert "is full: 1 MiB of 3 MiB" in result.stderr
+    assert [len(part) for part in place.blobs("me/big-GGUF").values()] == [2**20]
+    place.hub.requests.clear()
+    assert place.run("pull", "big", "--no-draft").returncode == 0
+    assert place.hub.ranges() == [f"bytes={2**20}-"]

@@ -14,10 +14,11 @@ import pytest
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig
 from moeedge.llama import library
+from moeedge.native.abi import Phase
 from tests.conftest import TinyFactory
 from tests.support.cases import MOE_CASES, case_model
 from tests.support.greedy import judge
-from tests.support.sessions import answered
+from tests.support.sessions import GREEDY, answered
 from tests.support.stock import StockContext
 
 Speculation = tuple[str, int | str] | None
@@ -96,3 +97,38 @@ def test_bundled_pair(gamma: int, bundled_pair: tuple[Path, Path], stock_of: Sto
             verdict = judge(stock_of(target), prompt, answer(session, prompt, 40, ignore_eos=True).tokens)
             assert not verdict.faults
             assert gamma or not verdict.ties
+
+
+def test_draft_equal_to_the_target_is_always_accepted(tiny: TinyFactory) -> None:
+    path = tiny("gpt-oss")
+    with opened(path, ("model", 4), path) as session:
+        stats = answer(session, PROMPT, 41).stats
+        assert stats.accepted == stats.drafted == 32
+        assert stats.steps == 8
+
+
+def test_prefix_reuse_keeps_the_answer(tiny_moe: Path, tiny_draft: Path, stock_of: StockOf) -> None:
+    """A second turn computes only the new tokens and gives the answer of stock for the entire prompt."""
+    with opened(tiny_moe, ("model", 4), tiny_draft) as session:
+        prompt = [*PROMPT, *answer(session, PROMPT, 20).tokens, *REPETITIVE[:7]]
+        second = answer(session, prompt, 30)
+        assert second.stats.prefill_tokens < 10
+    assert not judge(stock_of(tiny_moe), prompt, second.tokens).faults
+
+
+def test_moe_draft_has_a_sensor_of_its_own(tiny: TinyFactory, tiny_moe: Path, stock_of: StockOf) -> None:
+    """Target and draft both route: phases and shapes show that neither sensor sees the other's graphs."""
+    with opened(tiny_moe, ("model", 4), tiny("llama")) as session:
+        assert session.draft_context is not None
+        sensors = session.target.sensor, session.draft_context.sensor
+        assert sensors[0] is not None and sensors[1] is not None
+        seen: list[set[Phase]] = [set(), set()]
+        generation = session.generate(PROMPT, n_predict=N_PREDICT, sampling=GREEDY)
+        for _ in generation:
+            for sensor, phases, n_used in zip(sensors, seen, (4, 2), strict=True):
+                frames = sensor.frames()
+                phases.update(Phase(frame.phase) for frame in frames)
+                assert all(frame.ids.shape[2] == n_used for frame in frames)
+    assert seen == [{Phase.PREFILL, Phase.VERIFY, Phase.DECODE} & seen[0], {Phase.PREFILL, Phase.DRAFT}]
+    assert Phase.VERIFY in seen[0]
+    assert not judge(stock_of(tiny_moe), PROMPT, generation.tokens).faults

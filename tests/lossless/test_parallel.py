@@ -12,7 +12,7 @@ import pytest
 
 from moeedge.engine.answer import ParallelGeneration
 from moeedge.engine.session import Session
-from moeedge.engine.types import EngineConfig
+from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.llama.context import Context
 from moeedge.llama.gguf_file import expert_bytes, expert_tensors
 from moeedge.llama.sequence import BatchPart
@@ -24,7 +24,7 @@ from tests.conftest import TinyFactory
 from tests.support.cases import ATTENTION_CASES, case_model
 from tests.support.counting import DEVICE, CountingDevice
 from tests.support.hybrid import assert_greedy, hit_stats, hybrid_config
-from tests.support.sessions import GREEDY
+from tests.support.sessions import GREEDY, answered
 from tests.support.stock import StockContext
 
 N_PREDICT = 40
@@ -227,3 +227,19 @@ def test_experts_from_the_file(gamma: int, many: Path, tiny_draft: Path, stock: 
         check(stock, PROMPTS, generation)
         stats = session.placement_stats()
         assert stats is not None and stats.failed == 0 and stats.evictions > 0
+
+
+@pytest.mark.parametrize("kind", ["model", "ngram"])
+def test_seeds_give_the_tokens_of_single_runs(kind: str, tiny: TinyFactory, tiny_draft: Path) -> None:
+    """Each text draws its own random numbers, whatever the others do.
+
+    A model of float32 that uses all of its experts: larger batches round otherwise, and turn no router around here.
+    """
+    path = tiny("qwen3moe", experts=4, used=4, expert_type="F32")
+    samplings = [SamplingConfig(temperature=0.9, seed=seed) for seed in range(len(PROMPTS))]
+    with Session.open(config(path, (kind, 4), tiny_draft)) as session:
+        generation = answer_all(session, PROMPTS, sampling=samplings)
+        for prompt, sampling, answer in zip(PROMPTS, samplings, generation.answers, strict=True):
+            session.reset()
+            alone = answered(session, prompt, N_PREDICT, sampling=sampling, ignore_eos=False)
+            assert answer.tokens == alone.tokens and answer.stats.accepted == alone.stats.accepted

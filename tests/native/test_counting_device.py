@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.support.counting import DEVICE, CountingDevice, Kind, count
-from tests.support.raw_ggml import blocking_get, synchronize_event, tensors_and_queues, zeros
+from tests.support.counting import DEVICE, CountingDevice, Flag, Kind, count
+from tests.support.raw_ggml import Queue, Tensors, blocking_get, synchronize_event, tensors_and_queues, zeros
 
 ONES = np.ones(64, np.float32)
 
@@ -84,3 +84,26 @@ def test_what_is_counted(counting: CountingDevice) -> None:
     assert counts.bytes_pageable == 2 * ONES.nbytes  # NumPy's memory is not pinned
     launch = timeline[timeline["kind"] == Kind.GRAPH][0]
     assert launch["name"] == b"double" and launch["n_nodes"] == 1
+
+
+def test_a_graph_can_fail(counting: CountingDevice) -> None:
+    with tensors_and_queues(DEVICE) as (tensors, queue, _):
+        queue.set(tensors["x"], ONES)
+        with counting.failing(2):
+            assert [queue.compute(tensors.graph) for _ in range(3)] == [0, -1, 0]
+        with counting.failing(1, mode=1):
+            assert [queue.compute(tensors.graph) for _ in range(3)] == [-1, -1, -1]
+        assert queue.compute(tensors.graph) == 0
+
+
+def test_memory_is_limited_and_taken_by_others(counting: CountingDevice) -> None:
+    queue = Queue(DEVICE)
+    counting.set("other_bytes", (8 << 30) - 4096 - counting.allocated_bytes)
+    counting.reset()
+    fitting, too_large = Tensors(queue, 64, ["x"]), Tensors(queue, 4096, ["x"])
+    refused = counting.timeline()
+    assert fitting.buffer and not too_large.buffer
+    assert (refused["flags"][refused["kind"] == Kind.ALLOC] & Flag.FAILED).any()
+    fitting.close()
+    counting.set("other_bytes", 0)
+    queue.close()

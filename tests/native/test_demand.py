@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moeedge.errors import BackendError
 from moeedge.native.abi import Phase
 from moeedge.native.cache import ExpertCache
-from tests.support.experts import ExpertFile, ask, assert_balanced, assert_bytes, demand, drain, resident
+from tests.support.experts import NO_PAIRS, ExpertFile, ask, assert_balanced, assert_bytes, demand, drain, resident
 from tests.support.ram_driver import ram_context
 
 
@@ -125,3 +126,19 @@ def test_a_prompt_reads_what_is_absent_once(tiny_moe: Path) -> None:
             assert n_absent - 2 <= n_read <= (n_absent if turn == 0 else 3 * n_absent)
             assert now.ahead_used <= now.ahead
             assert turn > 0 or now.ahead_used > 0
+
+
+def test_bad_arguments(experts: ExpertFile) -> None:
+    with ExpertCache(experts.config(0.5)) as cache:
+        with pytest.raises(BackendError, match="does not have"):
+            demand(cache, 0, [99])
+        with pytest.raises(BackendError, match="does not have"):
+            demand(cache, 0, [1], [(0, 99)])
+        with pytest.raises(ValueError, match="utility"):
+            cache.demand(0, np.zeros(1, np.int32), NO_PAIRS, np.zeros(2, np.float32), 1.0)
+        with pytest.raises(BackendError, match="negative"):
+            cache.set_batch(-1)
+    with ExpertCache(experts.config(0.5, device="ram")) as cache:
+        for layer, expert in ((0, 8), (0, -1), (4, 0)):
+            with pytest.raises(BackendError):
+                cache._call("read_ahead", layer, np.array([expert], np.int32), 1)

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from moeedge.engine.session import Session
-from moeedge.errors import DeviceError
+from moeedge.errors import DeviceError, EngineError
+from moeedge.native.cache import ExpertCache
 from moeedge.run import Level, Notification
 from moeedge.scheduler.tiers import TierState
 from tests.scheduler.conftest import N_PREDICT, PROMPT
@@ -133,3 +134,26 @@ def test_cache_without_room_is_off_and_the_answer_goes_on(pair: Pair, reference:
         manager.tiers[0].resize(N_LAYERS * N_EXPERTS // 2)
         assert manager.active
         assert np.all(manager.cache.residency() == 0)
+
+
+def test_cache_that_cannot_be_opened_again_is_off_and_the_answer_goes_on(
+    pair: Pair, reference: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_cache = ExpertCache._open
+
+    def fail_with_slots(cache: ExpertCache) -> None:
+        if cache._config.ratio > 0:
+            raise EngineError("There is no memory.")
+        open_cache(cache)
+
+    warnings = list[str]()
+    with Session.open(config(pair, 0.75)) as session:
+        manager = session.placement
+        manager.run.show, manager._op_offload = warnings.append, False
+        reserve_bytes = 10 * slot_bytes_of(session)
+        monkeypatch.setattr(ExpertCache, "_open", fail_with_slots)
+        tokens, _ = governed_answer(session, reserve_bytes, lambda step: 0 if step > 4 else reserve_bytes)
+        check(session, PROMPT, reference, tokens)
+        assert manager.cache.info.n_slots == 0 and not manager.active
+        assert len(warnings) == 1 and "is off" in warnings[0] and "Prompts" in warnings[0]
+        assert answer(session, n_predict=8)

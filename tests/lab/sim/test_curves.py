@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from moeedge.lab.sim.curves import CurvePanel, trace_curves
+from moeedge.lab.sim.curves import CurvePanel, bootstrap_weights, trace_curves
 from moeedge.lab.sim.replay import ReplayConfig, ReplayInput, replay
 from moeedge.lab.traces.schedule import cut_schedule, recorded_schedule
 from tests.lab.sim.test_replay import by_name, walk
@@ -128,3 +128,9 @@ def test_the_same_whatever_the_number_of_processes() -> None:
 def test_impossible_limits_are_refused(limits: tuple[float, ...]) -> None:
     with pytest.raises(ValueError, match="limits"):
         trace_curves([], ReplayConfig(policies=("lfu",), ratios=(0.3,)), limits)
+
+
+def test_every_resample_has_as_many_units() -> None:
+    weights = bootstrap_weights(7, 50, 0)
+    assert weights.shape == (50, 7) and (weights.sum(axis=1) == 7).all()
+    assert (weights == bootstrap_weights(7, 50, 0)).all()

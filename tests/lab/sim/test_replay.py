@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,10 +13,10 @@ import pytest
 from moeedge.errors import InputError
 from moeedge.experts import Resident
 from moeedge.lab.sim.noisy_predictor import NoisyPredictor, PredictorAccuracy
-from moeedge.lab.sim.policy_replay import PolicyReplay
-from moeedge.lab.sim.replay import ReplayArm, ReplayConfig, ReplayInput, ReplayRow, profile_of, replay, replay_arms
+from moeedge.lab.sim.policy_replay import HitStats, PolicyReplay
+from moeedge.lab.sim.replay import ReplayConfig, ReplayInput, ReplayRow, profile_of, replay
 from moeedge.lab.traces.importers import read_trace
-from moeedge.lab.traces.schedule import cache_shape, cut_schedule, recorded_schedule, schedules, texts_of
+from moeedge.lab.traces.schedule import Schedule, cache_shape, cut_schedule, recorded_schedule, schedules, texts_of
 from moeedge.native.abi import Phase
 from moeedge.policies.base import CacheShape, ExpertPrediction, Observation, Plan, Policy, PolicyConfig
 from moeedge.policies.registry import POLICIES, SIMULATED, make_policy
@@ -44,38 +45,98 @@ def by_name(rows: list[ReplayRow]) -> dict[str, ReplayRow]:
     return {row.policy: row for row in rows}
 
 
-# pairs hit, distinct experts hit, uploads and of these loads on demand, of cut windows and of recorded steps: those of
-# a replay in plain loops, without slots or arrays of batches (version 0.26.0)
-FIGURES = {
-    "spac-paper": ((168, 99, 32, 0), (11, 10, 18, 0)),
-    "lru": ((188, 111, 64, 0), (23, 18, 26, 0)),
-    "lfu": ((184, 106, 21, 0), (24, 18, 17, 0)),
-    "static": ((171, 101, 11, 0), (24, 18, 11, 0)),
-    "moe-infinity": ((179, 106, 107, 98), (27, 19, 35, 26)),
-    "fate": ((185, 108, 101, 96), (27, 20, 33, 25)),
-    "adapmoe": ((181, 108, 100, 96), (25, 20, 34, 25)),
-    "hybrimoe": ((191, 112, 59, 0), (29, 20, 28, 0)),
-    "sp-moe-prefetch": ((181, 108, 58, 0), (25, 20, 24, 0)),
-    "sp-moe": ((181, 108, 100, 96), (25, 20, 34, 25)),
-    "mixtral-offloading": ((181, 108, 100, 96), (25, 20, 34, 25)),
-    "llama-cpp-cache": ((138, 79, 125, 125), (15, 10, 35, 35)),
-    "vllm": ((0, 0, 204, 204), (0, 0, 45, 45)),
-    "oracle": ((278, 158, 46, 0), (53, 34, 20, 0)),
-    "belady": ((234, 139, 41, 0), (38, 29, 17, 0)),
-}
+def literal(schedule: Schedule, name: str, ratio: float) -> tuple[float, float, int]:
+    """Pair and unique hit rates and uploads, by a replay without arrays of batches or slots."""
+    trace, shape = schedule.trace, cache_shape(schedule.trace, ratio)
+    policy = make_policy(name, shape, PolicyConfig(gamma=schedule.gamma))
+    resident: set[tuple[int, int]] = set()
+    loaded: set[tuple[int, int]] = set()  # on demand, in the last batch
+    hits, uploads = HitStats(), 0
+
+    def mask() -> np.ndarray:
+        array = np.zeros((trace.meta.n_layers, trace.meta.n_experts), dtype=np.uint8)
+        for expert in resident:
+            array[expert] = 1
+        return array
+
+    def push(plan: Plan) -> None:
+        nonlocal uploads
+        victims = [tuple(pair) for pair in plan.victims.tolist()]
+        for expert in map(tuple, plan.uploads.tolist()):
+            if len(resident) >= int(shape.capacity[0]):
+                if not victims:
+                    continue
+                resident.remove(victims.pop(0))
+            resident.add(expert)
+            uploads += expert not in loaded  # an expert that was just loaded stays without another transfer
+            loaded.discard(expert)
+
+    for batch in range(schedule.prefill.size):
+        rows = schedule.rows[schedule.starts[batch] : schedule.starts[batch + 1]]
+        ids = np.stack([trace.layer_ids(layer)[rows] for layer in range(trace.meta.n_layers)])
+        counts = np.zeros((trace.meta.n_layers, trace.meta.n_experts), dtype=np.uint32)
+        for layer, token, slot in itertools.product(*map(range, ids.shape)):
+            if ids[layer, token, slot] >= 0:
+                counts[layer, ids[layer, token, slot]] += 1
+        tokens = trace.token[rows]
+        prefill, is_first = bool(schedule.prefill[batch]), bool(schedule.is_first[batch])
+        if batch > 0:  # the plan after the batch before
+            push(policy.plan(mask(), [] if is_first else tokens[:1].tolist()))
+            loaded.clear()
+        if is_first:
+            policy.reset()
+            if not prefill:
+                push(policy.plan(mask(), tokens[:1].tolist()))
+        if not prefill:
+            if schedule.rejected_token_model == "recorded" and len(tokens) > 1:  # otherwise the drafts are unknown
+                push(policy.plan(mask(), tokens.tolist()))
+            loads: set[tuple[int, int]] = set()
+            for layer in range(trace.meta.n_layers):
+                if policy.execution_model.prefetch_within_step or policy.execution_model.refills_within_step:
+                    push(policy.plan_layer(layer, mask()))
+                used = np.flatnonzero(counts[layer])
+                found = {(layer, expert) for expert in used.tolist()} & resident
+                if policy.execution_model.keeps_loads:
+                    before, uploads_before = resident.copy(), uploads
+                    load = policy.plan_load(layer, counts[layer], mask())
+                    if load is None:  # the layer bypasses the cache
+                        found = set()
+                    else:
+                        push(load)
+                    assert found <= resident and resident - before <= {(layer, expert) for expert in used.tolist()}
+                    uploads = uploads_before
+                for expert in used.tolist():
+                    is_hit = (layer, expert) in found
+                    if policy.execution_model.device_only and not is_hit:
+                        loads.add((layer, expert))
+                        uploads += 1
+                    hits.add(counts[layer, expert], np.bool_(is_hit))
+            loaded = loads
+        elif policy.execution_model.keeps_loads:
+            uploads_before = uploads
+            for layer in range(trace.meta.n_layers):
+                load = policy.plan_load(layer, counts[layer], mask())
+                if load is not None:
+                    push(load)
+            uploads = uploads_before  # a prompt's are not counted
+        n_accepted = 0 if prefill else int(schedule.n_text[batch]) - 1
+        if not prefill and schedule.rejected_token_model != "recorded":
+            tokens = np.where(np.arange(len(tokens)) <= n_accepted, tokens, -1)
+        policy.observe(Observation(counts, len(rows), n_accepted, tokens, ids, None, prefill=prefill))
+    return hits.hit_rate_pairs, hits.hit_rate_experts, uploads
 
 
-def test_figures_of_policies() -> None:
+@pytest.mark.parametrize("name", POLICIES | SIMULATED)
+def test_equals_a_literal_replay(name: str) -> None:
     text = walk(30, 3, n_texts=2)
     cut = cut_schedule(text, gamma=2, acceptance_chance=0.7, rejected_token_model="pessimistic", seed=1)
-    arms = [ReplayArm(name, 0.4) for name in FIGURES]
-    for index, schedule in enumerate((cut, recorded_schedule(two_texts(seed=5)))):
+    for schedule in (cut, recorded_schedule(two_texts(seed=5))):
         assert schedule is not None
-        found = replay_arms(ReplayInput(schedule), arms, ReplayConfig(policies=(), ratios=(0.4,)))
-        for name, stats in zip(FIGURES, found, strict=True):
-            hits = stats.hits
-            own = (hits.pairs_hit, hits.unique_hit, hits.uploads, stats.on_demand)
-            assert own == FIGURES[name][index], name
+        pairs, experts, uploads = literal(schedule, name, 0.4)
+        row = by_name(replay(ReplayInput(schedule), ReplayConfig(policies=(name,), ratios=(0.4,))))[name]
+        assert row.hit_rate_pairs == pytest.approx(pairs, abs=1e-6)
+        assert row.hit_rate_experts == pytest.approx(experts, abs=1e-6)
+        assert row.uploads_per_layer_step == pytest.approx(uploads / schedule.n_steps / 2, abs=1e-6)
 
 
 def test_recorded_batches_keep_gamma_and_acceptance() -> None:

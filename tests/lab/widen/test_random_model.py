@@ -29,6 +29,7 @@ from moeedge.lab.widen.random_model import (
 from moeedge.llama import library
 from moeedge.llama.gguf_file import read_tensors
 from tests.support.commands import refused, run, run_json
+from tests.support.machine import Here, files_of_at_most
 from tests.support.stock import tap_context
 
 TOKENS = np.random.default_rng(8).integers(0, 256, 96).tolist()
@@ -244,3 +245,15 @@ def test_a_header_alone(tmp_path: Path) -> None:
         assert np.isfinite(logits).all() and 2.5 < logits.std() < 6
         answer, _ = context.greedy(TOKENS[:9], 40)
     assert tap.ids and not {IM_END, ENDOFTEXT} & set(answer)
+
+
+def test_no_room(tmp_path: Path, here: Here) -> None:
+    """Where the system refuses in the middle of the write, and before it."""
+    with files_of_at_most(5 * 2**20):
+        result = run("lab", "make-model", tmp_path / "m.gguf", "--like", "granite-3.1-1b-a400m", "--layers", 1)
+    assert result.exit_code == 1 and "file too large" in result.stderr and "Traceback" not in result.stderr
+    assert list(tmp_path.iterdir()) == []
+    here.set_disk(10**9)
+    result = run("lab", "make-model", tmp_path / "m.gguf", "--like", "gpt-oss-120b", "--quant", "mxfp4")
+    assert (result.exit_code == 1 and "63.4 GB" in result.stderr.replace("\n", " ")) or "GiB" in result.stderr
+    assert list(tmp_path.iterdir()) == []
