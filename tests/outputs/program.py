@@ -152,10 +152,10 @@ class Recorder:
         return stop
 
     def _see(self, key: str, value: Any) -> None:
-        """Records are kept by their type, the first of each; those of options and of the machine's load are not."""
+        """Records are kept by their type, the first of each; those of options and of the machine are not."""
         kind = type(value).__name__
         if dataclasses.is_dataclass(value):
-            if kind.endswith("Options") or kind in ("LoadReading", "Provenance"):
+            if kind.endswith("Options") or kind in ("LoadReading", "Provenance", "ResolvedDevice"):
                 return
             key = kind
         found = compact(plain(value))
