@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.metadata
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -32,6 +33,26 @@ def test_attach_twice_registers_one_device() -> None:
     found = native.devices()  # without ours
     assert [device.kind for device in found].count("CPU") == 1
     assert "MOEEDGE" not in [device.name for device in found]
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").is_dir(), reason="the system has no large pages")
+def test_large_buffers_are_in_large_pages() -> None:
+    """Those of repacked weights, of slots and of KV caches are allocated so, too."""
+    native.attach()
+    function = engine_library.ggml_function
+    cpu = function("ggml_backend_cpu_buffer_type", ctypes.c_void_p)()
+    allocate = function("ggml_backend_buft_alloc_buffer", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+    base = function("ggml_backend_buffer_get_base", ctypes.c_void_p, ctypes.c_void_p)
+    free = function("ggml_backend_buffer_free", None, ctypes.c_void_p)
+    buffer = allocate(cpu, 8 << 20)
+    middle, is_inside, advised = base(buffer) + (4 << 20), False, False
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            is_inside = int(found[1], 16) <= middle < int(found[2], 16)
+        elif is_inside and line.startswith("VmFlags:"):
+            advised = "hg" in line.split()
+    free(buffer)
+    assert advised
 
 
 def test_another_llama_cpp_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@
 #include "ggml-cpu.h"
 #include "ggml-impl.h"
 #include "graph-compute.h"
+#include "large-pages.h"
 
 namespace moeedge {
 
@@ -352,6 +353,7 @@ ggml_backend_reg_t backend_reg() {
         /* .iface       = */ reg_i,
         /* .context     = */ nullptr,
     };
+    use_large_pages();
     return &reg;
 }
 

@@ -180,30 +180,11 @@ ggml_tensor * slot_pools::add_pool(const expert_role & role, int n_slots) {
     return status == GGML_STATUS_SUCCESS ? pool : nullptr;
 }
 
-// Pages of 2 MiB where the system has them: gigabytes of slots take thousands of page faults then instead of millions.
-static void advise_large_pages(ggml_backend_buffer_t buffer) {
-#if defined(__linux__)
-    const uintptr_t begin = (uintptr_t) ggml_backend_buffer_get_base(buffer);
-    const uintptr_t page  = (uintptr_t) sysconf(_SC_PAGESIZE);
-    const uintptr_t first = (begin + page - 1) / page * page;
-    const uintptr_t end   = begin + ggml_backend_buffer_get_size(buffer);
-    if (end > first) {
-        madvise((void *) first, end - first, MADV_HUGEPAGE);
-    }
-#else
-    (void) buffer;
-#endif
-}
-
 // Kernels read padding after the last slot and multiply it by zero, which hides any value except NaN. The CPU's do not, and the
 // memory of slots in RAM is taken as experts arrive.
 void slot_pools::clear() {
-    if (device->is_ram) {
-        std::for_each(buffers.begin(), buffers.end(), advise_large_pages);
-        return;
-    }
-    for (ggml_backend_buffer_t buffer : buffers) {
-        ggml_backend_buffer_clear(buffer, 0);
+    for (size_t i = 0; !device->is_ram && i < buffers.size(); i++) {
+        ggml_backend_buffer_clear(buffers[i], 0);
     }
 }
 
