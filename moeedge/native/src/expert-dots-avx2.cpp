@@ -9,7 +9,6 @@
 
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 
-#    define AHEAD_BYTES 4096 // by measurement on Zen 3
 #    include "expert-groups-x86.h"
 #    include "expert-panels-x86.h"
 #    include "attention-x86.h"
@@ -27,7 +26,7 @@ void dots_32(int64_t n_blocks, const block_type * const * rows, size_t row_bytes
     constexpr int n_at_once = N == 1 ? 2 : 1; // rows, so that several sums are under way; one row is read best
     const __m256i ones      = _mm256_set1_epi16(1);
     // the same place in rows that come later
-    const size_t  ahead     = (AHEAD_BYTES / (n_at_once * row_bytes) + 1) * n_at_once * row_bytes;
+    const size_t  ahead     = (ahead_bytes / (n_at_once * row_bytes) + 1) * n_at_once * row_bytes;
 
     for (int first = 0; first < 4; first += n_at_once) {
         __m256 sums[n_sums][n_at_once][N];

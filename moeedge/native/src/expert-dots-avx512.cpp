@@ -8,7 +8,6 @@
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512VNNI__)
 
-#    define AHEAD_BYTES 8000 // by measurement on Zen 5
 #    include "expert-groups-x86.h"
 #    include "expert-panels-x86.h"
 #    include "attention-x86.h"
@@ -339,6 +338,9 @@ void dots_32(int64_t n_blocks, const char * rows, size_t row_bytes, const column
         for (int i = 0; i < n_sums; i++) {
             const int64_t b = first + i;
             ask_for_bytes<2 * n_pairs * sizeof(block_type)>(later + 2 * n_pairs * b * (int64_t) sizeof(block_type));
+            if constexpr (n_pairs == 1 && sizeof(block_type) > 32) { // two streams with little to compute: the second cache is filled, too
+                __builtin_prefetch(later + 2 * b * (int64_t) sizeof(block_type) + 8192, 0, 2);
+            }
             __m512i w[n_pairs], start[n_pairs];
             __m512  d[n_pairs];
             UNROLLED

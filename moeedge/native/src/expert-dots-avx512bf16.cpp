@@ -7,7 +7,6 @@
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512BF16__)
 
-#    define AHEAD_BYTES 4096
 #    include "expert-dots-x86.h"
 
 namespace moeedge {

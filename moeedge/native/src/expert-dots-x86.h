@@ -10,10 +10,6 @@
 
 #include "expert-dots.h"
 
-#ifndef AHEAD_BYTES
-#    error "AHEAD_BYTES: how far ahead of the rows memory is asked for; the processor's own prefetching stops at the end of a page"
-#endif
-
 // loops over columns and halves are unrolled, so that their arrays are registers
 #if defined(__clang__)
 #    define UNROLLED _Pragma("unroll")
@@ -25,7 +21,9 @@ namespace moeedge {
 
 namespace {
 
-constexpr int n_columns_max = 4; // per pass over the rows: with more, sums do not fit the registers
+// how far ahead of the rows memory is asked for; the processor's own prefetching stops at the end of a page
+constexpr int64_t ahead_bytes   = 4096;
+constexpr int     n_columns_max = 4; // per pass over the rows: with more, sums do not fit the registers
 
 // blocks as ggml lays them out (ggml-common.h, ggml-cpu/repack.h)
 
@@ -104,12 +102,12 @@ inline int32_t read_int32(const void * from) {
 }
 
 inline void ask_for(const void * rows) {
-    _mm_prefetch((const char *) rows + AHEAD_BYTES, _MM_HINT_T0);
+    _mm_prefetch((const char *) rows + ahead_bytes, _MM_HINT_T0);
 }
 
 // how much later rows are that are asked for in the order in which they are in memory, while `bytes` of rows are read in another
 inline int64_t bytes_until_later(int64_t bytes) {
-    return (AHEAD_BYTES / bytes + 1) * bytes;
+    return (ahead_bytes / bytes + 1) * bytes;
 }
 
 template <int n_bytes> inline void ask_for_bytes(const char * from) {

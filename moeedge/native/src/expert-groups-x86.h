@@ -155,7 +155,7 @@ template <int N> void group_dots_q4_K(int64_t n_blocks, const block_q4_Kx8 * row
     for (int64_t b = 0; b < n_blocks; b++) {
         const block_q4_Kx8 & block = rows[b];
         uint64_t             scales[8], mins[8]; // per 32 values
-        ask_for_bytes<128>((const char *) &block + AHEAD_BYTES);
+        ask_for_bytes<128>((const char *) &block + ahead_bytes);
         for (int s = 0; s < 8; s++) {
             unpack_scales(block.scales + 12 * s, scales[s], mins[s]);
         }
@@ -167,7 +167,7 @@ template <int N> void group_dots_q4_K(int64_t n_blocks, const block_q4_Kx8 * row
         for (int i = 0; i < 4 * 2 / n_at_once; i++) { // the low bits are 32 values, the high bits the next 32
             const int       s = 2 * (i % 4);
             const uint8_t * q = block.q + 128 * s;
-            ask_for_bytes<128 * n_at_once>((const char *) q + 128 * (i / 4) + AHEAD_BYTES);
+            ask_for_bytes<128 * n_at_once>((const char *) q + 128 * (i / 4) + ahead_bytes);
             UNROLLED
             for (int h = 0; h < n_at_once; h++) {
                 const int half = n_at_once * (i / 4) + h;

@@ -380,7 +380,7 @@ template <typename T, int N> void dots_256(int64_t n_blocks, const typename T::b
     }
     for (int64_t b = 0; b < n_blocks; b++) {
         const auto & block = row[b];
-        ask_for_bytes<sizeof(block)>((const char *) &block + AHEAD_BYTES);
+        ask_for_bytes<sizeof(block)>((const char *) &block + ahead_bytes);
         const scale_bytes bytes = T::scales(block);
         const float       d     = to_float(block.d);
         const float       min   = min_factor_of<T>(block);
