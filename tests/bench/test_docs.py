@@ -99,7 +99,7 @@ def test_security_has_the_rows_of_the_damaged_inputs() -> None:
 # a record of other programs, how many of its rows are told, and how the README does
 _RIVALS = [
     *((f"rivals-{model}{cpu}", None, "{name}.json.gz)) | {cells} |")
-      for model in ("qwen3-30b", "gptoss-20b") for cpu in ("", "-zen5")),
+      for model in ("qwen3-30b", "gptoss-20b") for cpu in ("", "-zen4")),
     *((f"rivals-{name}-2048", 1, "shape: {cells} ([record](docs/benchmarks/{name}.json.gz))")
       for name in ("gptoss-20b", "qwen3-30b-zen5")),
     ("prompts-qwen3-30b-zen4", 2, "of 4,096 tokens {0}, of 16,384 {1} ([record](docs/benchmarks/{name}.json.gz"),
