@@ -6,8 +6,8 @@
 FOLDER gets the models (`moeedge lab make-model`; about 105 GB with all) and, in `records`, a record per step and a log
 of what it printed. A step whose record is there is left out, and an interrupted one goes on where it was, so that the
 same command goes on with everything. --steps names some, --list shows them. Before each step the machine must be quiet,
-and the disk must have room for the models that it needs. All programs get their memory in pages of 2 MiB, as
-moeedge does.
+and the disk must have room for the models that it needs. All programs get their memory in pages of 2 MiB
+(glibc's tunable).
 """
 
 from __future__ import annotations

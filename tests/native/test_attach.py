@@ -37,7 +37,6 @@ def test_attach_twice_registers_one_device() -> None:
 
 @pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").is_dir(), reason="the system has no large pages")
 def test_large_buffers_are_in_large_pages() -> None:
-    """Those of repacked weights, of slots and of KV caches are allocated so, too."""
     native.attach()
     function = engine_library.ggml_function
     cpu = function("ggml_backend_cpu_buffer_type", ctypes.c_void_p)()
@@ -45,6 +44,7 @@ def test_large_buffers_are_in_large_pages() -> None:
     base = function("ggml_backend_buffer_get_base", ctypes.c_void_p, ctypes.c_void_p)
     free = function("ggml_backend_buffer_free", None, ctypes.c_void_p)
     buffer = allocate(cpu, 8 << 20)
+    assert buffer
     middle, is_inside, advised = base(buffer) + (4 << 20), False, False
     for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
         if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):

@@ -338,8 +338,8 @@ void dots_32(int64_t n_blocks, const char * rows, size_t row_bytes, const column
         for (int i = 0; i < n_sums; i++) {
             const int64_t b = first + i;
             ask_for_bytes<2 * n_pairs * sizeof(block_type)>(later + 2 * n_pairs * b * (int64_t) sizeof(block_type));
-            if constexpr (n_pairs == 1 && sizeof(block_type) > 32) { // two streams with little to compute: the second cache is filled, too
-                __builtin_prefetch(later + 2 * b * (int64_t) sizeof(block_type) + 8192, 0, 2);
+            if constexpr (n_pairs == 1 && sizeof(block_type) == sizeof(block_q8_0)) { // little to compute: further ahead, into the second cache
+                _mm_prefetch(later + 2 * b * (int64_t) sizeof(block_type) + 2 * ahead_bytes, _MM_HINT_T1);
             }
             __m512i w[n_pairs], start[n_pairs];
             __m512  d[n_pairs];

@@ -1,7 +1,6 @@
-// Pages of 2 MiB for weights, slots and KV caches in host memory.
+// Pages of 2 MiB for repacked weights, slots and KV caches; mapped files and pinned memory are not of the CPU's buffer type.
 //
-// The processor reads ahead up to the end of a page, and looks each page up: large ones are read faster, the more so in virtual
-// machines. Gigabytes of slots take thousands of page faults instead of millions.
+// Fewer pages are looked up, which virtual machines do twice. Gigabytes of slots take thousands of page faults instead of millions.
 
 #include "large-pages.h"
 
@@ -19,7 +18,7 @@ namespace moeedge {
 
 #if defined(__linux__)
 
-// surely holds such a page
+// surely holds a page of 2 MiB
 static constexpr size_t bytes_min = 4 << 20;
 
 static decltype(ggml_backend_buffer_type_i::alloc_buffer) original;

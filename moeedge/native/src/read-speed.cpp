@@ -2,10 +2,13 @@
 
 #include <algorithm>
 #include <atomic>
+#include <memory>
+#include <new>
 #include <system_error>
 #include <thread>
 #include <vector>
 
+#include "ggml-backend.h"
 #include "kernel-choice.h"
 #include "timing.h"
 
@@ -81,10 +84,17 @@ double multiply_speed(int n_threads, int n_repetitions) {
 }
 
 double read_speed(const void * memory, int64_t n_bytes, int n_threads, int n_repetitions) {
-    const int64_t         n_words = n_bytes / (int64_t) sizeof(uint64_t);
-    std::vector<uint64_t> own(memory ? 0 : (size_t) n_words, 1);
-    const uint64_t *      words   = memory ? (const uint64_t *) memory : own.data();
-    int64_t               best_ns = time_reads(words, n_words, n_threads);
+    const int64_t n_words = n_bytes / (int64_t) sizeof(uint64_t);
+    // in pages as large as those of repacked weights
+    const std::unique_ptr<ggml_backend_buffer, decltype(&ggml_backend_buffer_free)> own(
+        memory ? nullptr : ggml_backend_buft_alloc_buffer(ggml_backend_cpu_buffer_type(), (size_t) n_bytes), ggml_backend_buffer_free);
+    if (own) {
+        ggml_backend_buffer_clear(own.get(), 1);
+    } else if (memory == nullptr) {
+        throw std::bad_alloc();
+    }
+    const uint64_t * words   = (const uint64_t *) (memory ? memory : ggml_backend_buffer_get_base(own.get()));
+    int64_t          best_ns = time_reads(words, n_words, n_threads);
     for (int i = 1; i < n_repetitions; i++) {
         best_ns = std::min(best_ns, time_reads(words, n_words, n_threads));
     }
