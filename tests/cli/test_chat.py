@@ -42,6 +42,14 @@ def process(*arguments: str, **options: Any) -> subprocess.CompletedProcess[Any]
     return subprocess.run([*PROGRAM, *arguments], **given | options)
 
 
+def assert_each_changes(asked: tuple[Any, ...], *options: tuple[str, ...]) -> None:
+    """Each of the options gives another answer, and none the same again."""
+    plain = run_json(*asked)["text"]
+    for each in options:
+        assert run_json(*asked, *each)["text"] != plain, each
+    assert run_json(*asked)["text"] == plain
+
+
 def config_of(*arguments: str, escape: bool = False) -> SamplingConfig:
     """What these options become."""
     found = []
@@ -252,8 +260,9 @@ def test_options_reach_the_samplers() -> None:
 
 def test_options_act_on_an_answer(pair: list[str]) -> None:
     """A bias makes an end token likely; without one the answer goes on to its limit."""
-    plain = run_json("chat", *pair, *SHORT)["text"]
-    for options in (
+    asked = ("chat", *pair, *SHORT)
+    assert_each_changes(
+        asked,
         ("--logit-bias", "65+30"),
         ("--logit-bias", "65+1e400"),
         ("--logit-bias", "69-inf", "-l", "65+0.5"),
@@ -264,24 +273,21 @@ def test_options_act_on_an_answer(pair: list[str]) -> None:
         ("--chat-template", "vicuna"),
         ("--chat-template-kwargs", '{"bos_token": "x", "messages": 1}', "--chat-template", "{{ bos_token }} text"),
         ("-r", "dh"),
-    ):
-        assert run_json("chat", *pair, *SHORT, *options)["text"] != plain, options
+    )
     ends = ("-l", "303+60")
-    assert run_json("chat", *pair, *SHORT, *ends)["stop_reason"] == "eos"
-    report = run_json("chat", *pair, *SHORT, *ends, "--ignore-eos")
+    assert run_json(*asked, *ends)["stop_reason"] == "eos"
+    report = run_json(*asked, *ends, "--ignore-eos")
     assert report["stop_reason"] == "length" and len(report["tokens"]) == 24
 
 
 def test_an_option_acts_on_a_sampled_answer(pair: list[str]) -> None:
     sampled = ("chat", *pair, "--temp", "1.5", "-s", "1", "-n", "24", "-p", "the one and the other")
-    plain = run_json(*sampled)["text"]
-    for options in (
+    assert_each_changes(
+        sampled,
         ("--typical", "0.1"),
         ("--top-nsigma", "0.2"),
         ("--xtc-probability", "1", "--xtc-threshold", "0.01"),
         ("--dynatemp-range", "1.5"),
         ("--samplers", "temperature"),
         ("--sampling-seq", "t"),
-    ):
-        assert run_json(*sampled, *options)["text"] != plain, options
-    assert run_json(*sampled)["text"] == plain  # the seed makes it the same again
+    )

@@ -183,8 +183,11 @@ ggml_tensor * slot_pools::add_pool(const expert_role & role, int n_slots) {
 // Kernels read padding after the last slot and multiply it by zero, which hides any value except NaN. The CPU's do not, and the
 // memory of slots in RAM is taken as experts arrive.
 void slot_pools::clear() {
-    for (size_t i = 0; !device->is_ram && i < buffers.size(); i++) {
-        ggml_backend_buffer_clear(buffers[i], 0);
+    if (device->is_ram) {
+        return;
+    }
+    for (ggml_backend_buffer_t buffer : buffers) {
+        ggml_backend_buffer_clear(buffer, 0);
     }
 }
 
