@@ -9,7 +9,7 @@
 
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 
-#    include "expert-groups-x86.h"
+#    include "expert-few-avx2.h"
 #    include "expert-panels-x86.h"
 #    include "attention-x86.h"
 

@@ -1,44 +1,19 @@
 // The kernels of expert-dots.h for AVX-512 with VNNI. This file alone is compiled for it.
 //
 // VPDPBUSD adds four products of unsigned and signed bytes to 32 bits, so rows in groups of eight are kept unsigned, columns of
-// other blocks of 32, and what that adds too much is the sum to begin with. Rows in groups of eight meet the columns sixteen at once: two groups, whose words of four bytes
-// are sorted so that each 32 bits of a product belong to one row.
+// other blocks of 32, and what that adds too much is the sum to begin with.
 
 #include "expert-dots.h"
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512VNNI__)
 
-#    include "expert-groups-x86.h"
+#    include "expert-few-avx512.h"
 #    include "expert-panels-x86.h"
 #    include "attention-x86.h"
 
 namespace moeedge {
 
 namespace {
-
-// small steps
-
-inline __m512i load_64(const void * from) {
-    return _mm512_loadu_si512(from);
-}
-
-// the same 32 bytes twice
-inline __m512i load_32_twice(const void * from) {
-    return _mm512_broadcast_i64x4(load(from));
-}
-
-inline __m512i join(__m256i first, __m256i second) {
-    return _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
-}
-
-inline __m256i upper_half(__m512i x) {
-    return _mm512_extracti64x4_epi64(x, 1);
-}
-
-// adds products of w with the same four bytes of a column
-inline __m512i add_products(__m512i sum, __m512i w, const int8_t * column) {
-    return _mm512_dpbusd_epi32(sum, w, _mm512_set1_epi32(read_int32(column)));
-}
 
 // the even and odd words of two registers: words 0 and 1 of the eight bytes of sixteen rows
 inline __m512i even_words(__m512i first, __m512i second) {
@@ -47,14 +22,6 @@ inline __m512i even_words(__m512i first, __m512i second) {
 
 inline __m512i odd_words(__m512i first, __m512i second) {
     return _mm512_permutex2var_epi32(first, _mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31), second);
-}
-
-inline __m512i low_bits(__m512i x) {
-    return _mm512_and_si512(x, _mm512_set1_epi8(15));
-}
-
-inline __m512i high_bits(__m512i x) {
-    return low_bits(_mm512_srli_epi16(x, 4));
 }
 
 // factors of sixteen rows
@@ -69,8 +36,7 @@ template <typename block_type> inline __m512 factors_of(const block_type & first
 }
 
 inline __m512 factors_of(const block_mxfp4x8 & first, const block_mxfp4x8 & second) {
-    const auto powers_of = [](const uint8_t * e) { return _mm256_castps_si256(halves_of_powers(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *) e)))); };
-    return _mm512_castsi512_ps(join(powers_of(first.e), powers_of(second.e)));
+    return _mm512_castsi512_ps(join(_mm256_castps_si256(factors_of(first)), _mm256_castps_si256(factors_of(second))));
 }
 
 // from two groups to four values of each row
@@ -102,49 +68,11 @@ template <typename L> struct panels_32 : panels_32_multiply<L>, rows_in_order {
     }
 };
 
-// N columns, two groups
-template <typename L, int N>
-void dots_32x8(int64_t n_blocks, const typename L::block * first, const typename L::block * second, const column_block * const * columns,
-               float * const * out) {
-    const __m512i table = join(L::table(), L::table());
-
-    __m512 sums[N];
-    UNROLLED
-    for (int c = 0; c < N; c++) {
-        sums[c] = _mm512_setzero_ps();
-    }
-    const char * later = (const char *) first + bytes_until_later(2 * n_blocks * (int64_t) sizeof(*first));
-    for (int64_t b = 0; b < n_blocks; b++) {
-        ask_for_bytes<2 * sizeof(*first)>(later + 2 * b * (int64_t) sizeof(*first));
-        __m512i w[8];
-        unpack_words(first[b].q, second[b].q, table, w);
-        const __m512 d = factors_of(first[b], second[b]);
-        UNROLLED
-        for (int c = 0; c < N; c++) {
-            const column_block & column = columns[c][b];
-            __m512i              halves[2] = { _mm512_set1_epi32(column.offset), _mm512_setzero_si512() };
-            UNROLLED
-            for (int i = 0; i < 8; i++) {
-                halves[i / 4] = add_products(halves[i / 4], w[i], column.q + 4 * i);
-            }
-            const __m512 sum = _mm512_cvtepi32_ps(_mm512_add_epi32(halves[0], halves[1]));
-            sums[c]          = _mm512_fmadd_ps(sum, _mm512_mul_ps(d, _mm512_set1_ps(column.d)), sums[c]);
-        }
-    }
-    UNROLLED
-    for (int c = 0; c < N; c++) {
-        _mm512_storeu_ps(out[c], sums[c]);
-    }
-}
-
 // Q4_K in groups of eight rows
 
-// word w of each of the eight 12 bytes of two groups
+// of two groups
 inline __m512i gather_words(const uint8_t * first, const uint8_t * second, int w) {
-    const __m512i places = _mm512_add_epi32(_mm512_setr_epi32(0, 3, 6, 9, 12, 15, 18, 21, 0, 0, 0, 0, 0, 0, 0, 0), _mm512_set1_epi32(w));
-    const __m512i x = _mm512_permutex2var_epi32(load_64(first), places, _mm512_castsi256_si512(load(first + 64)));
-    const __m512i y = _mm512_permutex2var_epi32(load_64(second), places, _mm512_castsi256_si512(load(second + 64)));
-    return join(_mm512_castsi512_si256(x), _mm512_castsi512_si256(y));
+    return join(_mm512_castsi512_si256(gather_words(first, w)), _mm512_castsi512_si256(gather_words(second, w)));
 }
 
 // from rows 0-3 and 4-7 of two groups per 32 values to sixteen rows per 32 values
@@ -160,9 +88,8 @@ inline void unpack_all_scales(const uint8_t * first, const uint8_t * second, uin
     const __m512i b   = gather_words(first, second, 1);
     const __m512i c   = gather_words(first, second, 2);
     const __m512i six = _mm512_set1_epi8(63);
-    const __m512i two = _mm512_set1_epi8(48); // where the upper two bits go
-    store_rows(_mm512_and_si512(a, six), _mm512_or_si512(low_bits(c), _mm512_and_si512(_mm512_srli_epi32(a, 2), two)), scales);
-    store_rows(_mm512_and_si512(b, six), _mm512_or_si512(high_bits(c), _mm512_and_si512(_mm512_srli_epi32(b, 2), two)), mins);
+    store_rows(_mm512_and_si512(a, six), six_bits(low_bits(c), a), scales);
+    store_rows(_mm512_and_si512(b, six), six_bits(high_bits(c), b), mins);
 }
 
 // a row's minimums of each two times 32 values
@@ -205,205 +132,78 @@ template <panel_rounding R> struct panels_q4_Kx8 : panels_256_multiply<q4_K_read
     }
 };
 
-template <int N>
-void dots_q4_Kx8(int64_t n_blocks, const block_q4_Kx8 * first, const block_q4_Kx8 * second, const block_q8_K * const * columns,
-                 float * const * out) {
-    __m512 sums[N];
-    __m512 min_sums[N];
+// sixteen rows' sixteen words to as many words of all rows
+inline void transpose(__m512i * x, row_words * to) {
+    __m512i y[16];
     UNROLLED
-    for (int c = 0; c < N; c++) {
-        sums[c]     = _mm512_setzero_ps();
-        min_sums[c] = _mm512_setzero_ps();
+    for (int i = 0; i < 8; i++) {
+        y[2 * i]     = _mm512_unpacklo_epi32(x[2 * i], x[2 * i + 1]);
+        y[2 * i + 1] = _mm512_unpackhi_epi32(x[2 * i], x[2 * i + 1]);
     }
-    const char * later = (const char *) first + bytes_until_later(2 * n_blocks * (int64_t) sizeof(*first));
-    for (int64_t b = 0; b < n_blocks; b++) {
-        uint8_t scales[8][16], mins[8][16];
-        unpack_all_scales(first[b].scales, second[b].scales, scales, mins);
-        __m512i totals[N];
-        UNROLLED
-        for (int c = 0; c < N; c++) {
-            totals[c] = _mm512_setzero_si512();
-        }
-        for (int s = 0; s < 8; s += 2) { // the low bits are 32 values, the high bits the next 32
-            ask_for_bytes<sizeof(*first) / 2>(later + (4 * b + s / 2) * (int64_t) sizeof(*first) / 2);
-            __m512i lows[N], highs[N];
-            UNROLLED
-            for (int c = 0; c < N; c++) {
-                lows[c] = highs[c] = _mm512_setzero_si512();
+    UNROLLED
+    for (int i = 0; i < 16; i += 4) { // four words of each of four rows
+        x[i]     = _mm512_unpacklo_epi64(y[i], y[i + 2]);
+        x[i + 1] = _mm512_unpackhi_epi64(y[i], y[i + 2]);
+        x[i + 2] = _mm512_unpacklo_epi64(y[i + 1], y[i + 3]);
+        x[i + 3] = _mm512_unpackhi_epi64(y[i + 1], y[i + 3]);
+    }
+    UNROLLED
+    for (int i = 0; i < 4; i++) {
+        const __m512i a = _mm512_shuffle_i32x4(x[i], x[i + 4], 0x88), b = _mm512_shuffle_i32x4(x[i], x[i + 4], 0xdd);
+        const __m512i c = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0x88), d = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0xdd);
+        _mm512_store_si512(to[i], _mm512_shuffle_i32x4(a, c, 0x88));
+        _mm512_store_si512(to[i + 4], _mm512_shuffle_i32x4(b, d, 0x88));
+        _mm512_store_si512(to[i + 8], _mm512_shuffle_i32x4(a, c, 0xdd));
+        _mm512_store_si512(to[i + 12], _mm512_shuffle_i32x4(b, d, 0xdd));
+    }
+}
+
+// rows of blocks of 256 one after the other, rounded as tiles
+template <typename T> struct panels_256 : panels_256_multiply<T, AS_TILE>, rows_in_order {
+    // apart: within the loop over columns GCC lacks registers for these
+    __attribute__((noinline)) static void unpack(const char * rows, size_t row_bytes, int64_t first, int64_t n, panel_256<T::n_scales> & to) {
+        for (int64_t b = 0; b < n; b++) {
+            const typename T::block * each[16];
+            for (int r = 0; r < 16; r++) {
+                each[r] = (const typename T::block *) (rows + r * (int64_t) row_bytes) + first + b;
+                ask_for_bytes<sizeof(*each[r])>((const char *) each[r] + n_panel_rows * row_bytes); // of the next panel
             }
             UNROLLED
             for (int i = 0; i < 4; i++) {
-                const int64_t at = 128 * s + 64 * i;
-                const __m512i x    = load_64(first[b].q + at);
-                const __m512i y    = load_64(second[b].q + at);
-                const __m512i even = even_words(x, y);
-                const __m512i odd  = odd_words(x, y);
+                __m512i values[16];
                 UNROLLED
-                for (int c = 0; c < N; c++) {
-                    const int8_t * column = columns[c][b].q + 32 * s + 8 * i;
-                    lows[c]  = add_products(add_products(lows[c], low_bits(even), column), low_bits(odd), column + 4);
-                    highs[c] = add_products(add_products(highs[c], high_bits(even), column + 32), high_bits(odd), column + 36);
+                for (int r = 0; r < 16; r++) {
+                    const __m512i x = wide_values(*each[r], i);
+                    values[r]       = panel_offset<T> == T::offset ? x : _mm512_add_epi8(x, _mm512_set1_epi8((char) panel_offset<T>));
                 }
+                transpose(values, to.q[b] + 16 * i);
             }
-            const __m512i low_scales  = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *) scales[s]));
-            const __m512i high_scales = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *) scales[s + 1]));
-            UNROLLED
-            for (int c = 0; c < N; c++) {
-                const __m512i low  = _mm512_mullo_epi32(lows[c], low_scales);
-                const __m512i high = _mm512_mullo_epi32(highs[c], high_scales);
-                totals[c]          = _mm512_add_epi32(totals[c], _mm512_add_epi32(low, high));
-            }
-        }
-        __m512i min_pairs[4];
-        pair_mins(mins, min_pairs);
-        const __m512 d   = factors(first[b].d, second[b].d);
-        const __m512 min = factors(first[b].min, second[b].min);
-        UNROLLED
-        for (int c = 0; c < N; c++) {
-            const block_q8_K & column = columns[c][b];
-            const __m512i      of_32  = _mm512_castsi128_si512(sums_of_32(column));
-            __m512i            total  = _mm512_setzero_si512();
-            UNROLLED
-            for (int i = 0; i < 4; i++) {
-                total = _mm512_dpwssd_epi32(total, min_pairs[i], _mm512_permutexvar_epi32(_mm512_set1_epi32(i), of_32));
-            }
-            const __m512 column_d = _mm512_set1_ps(column.d);
-            sums[c]     = _mm512_fmadd_ps(_mm512_cvtepi32_ps(totals[c]), _mm512_mul_ps(d, column_d), sums[c]);
-            min_sums[c] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(total), _mm512_mul_ps(min, column_d), min_sums[c]);
+            unpack_factors<T>(each, b, 0, to);
+            unpack_factors<T>(each + 8, b, 8, to);
         }
     }
-    UNROLLED
-    for (int c = 0; c < N; c++) {
-        _mm512_storeu_ps(out[c], _mm512_sub_ps(sums[c], min_sums[c]));
-    }
-}
-
-// blocks of 32, pairs of rows side by side
-
-// 32 values of two rows
-
-template <typename block_type> inline __m512i values_of(const block_type & first, const block_type & second) {
-    return join(values_of(first), values_of(second));
-}
-
-inline __m512i values_of(const block_q4_0 & first, const block_q4_0 & second) {
-    const __m256i raw    = _mm256_loadu2_m128i((const __m128i *) second.q, (const __m128i *) first.q);
-    const __m512i twice  = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 1, 0, 1, 2, 3, 2, 3), _mm512_castsi256_si512(raw));
-    const __m512i shifts = _mm512_setr_epi64(0, 0, 0x0004000400040004, 0x0004000400040004, 0, 0, 0x0004000400040004, 0x0004000400040004);
-    return _mm512_sub_epi8(low_bits(_mm512_srlv_epi16(twice, shifts)), _mm512_set1_epi8(8));
-}
-
-template <typename block_type> inline __m512 factors_of_pair(const block_type & first, const block_type & second) {
-    const __m128  both   = _mm_cvtph_ps(_mm_cvtsi32_si128(first.d | second.d << 16));
-    const __m512i places = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
-    return _mm512_permutexvar_ps(places, _mm512_castps128_ps512(both));
-}
-
-inline __m512 factors_of_pair(const block_mxfp4 & first, const block_mxfp4 & second) {
-    return _mm512_castsi512_ps(join(_mm256_set1_epi32((int) powers.bits[first.e]), _mm256_set1_epi32((int) powers.bits[second.e])));
-}
-
-// a block of a column of Q8_0
-struct column_bytes {
-    float   d;
-    uint8_t q[32]; // 128 too large
 };
-
-inline void pack_bytes(const void * quantized, int64_t n_blocks, void * to) {
-    const block_q8_0 * from = (const block_q8_0 *) quantized;
-    for (int64_t b = 0; b < n_blocks; b++) {
-        column_bytes & block = ((column_bytes *) to)[b];
-        block.d              = to_float(from[b].d);
-        store(block.q, _mm256_xor_si256(load(from[b].q), _mm256_set1_epi8((char) 0x80)));
-    }
-}
-
-// n_sums: of each row, which blocks take in turn
-template <typename block_type, int n_pairs, int N, int n_sums>
-void dots_32(int64_t n_blocks, const char * rows, size_t row_bytes, const column_bytes * const * columns, float * const * out) {
-    const __m512i      too_large = _mm512_set1_epi8((char) 0x80);
-    const block_type * row[2 * n_pairs];
-    UNROLLED
-    for (int r = 0; r < 2 * n_pairs; r++) {
-        row[r] = (const block_type *) (rows + r * row_bytes);
-    }
-    const char * later = rows + bytes_until_later(2 * n_pairs * (int64_t) row_bytes);
-    __m512       sums[n_sums][n_pairs][N];
-    UNROLLED
-    for (int i = 0; i < n_sums * n_pairs * N; i++) {
-        sums[i / (n_pairs * N)][i / N % n_pairs][i % N] = _mm512_setzero_ps();
-    }
-    for (int64_t first = 0; first < n_blocks; first += n_sums) {
-        UNROLLED
-        for (int i = 0; i < n_sums; i++) {
-            const int64_t b = first + i;
-            ask_for_bytes<2 * n_pairs * sizeof(block_type)>(later + 2 * n_pairs * b * (int64_t) sizeof(block_type));
-            if constexpr (n_pairs == 1 && sizeof(block_type) == sizeof(block_q8_0)) { // little to compute: further ahead, into the second cache
-                _mm_prefetch(later + 2 * b * (int64_t) sizeof(block_type) + 2 * ahead_bytes, _MM_HINT_T1);
-            }
-            __m512i w[n_pairs], start[n_pairs];
-            __m512  d[n_pairs];
-            UNROLLED
-            for (int p = 0; p < n_pairs; p++) {
-                w[p]     = values_of(row[2 * p][b], row[2 * p + 1][b]);
-                start[p] = _mm512_sub_epi32(_mm512_setzero_si512(), _mm512_dpbusd_epi32(_mm512_setzero_si512(), too_large, w[p]));
-                d[p]     = factors_of_pair(row[2 * p][b], row[2 * p + 1][b]);
-            }
-            UNROLLED
-            for (int c = 0; c < N; c++) {
-                const column_bytes & column = columns[c][b];
-                const __m512i        q      = load_32_twice(column.q);
-                UNROLLED
-                for (int p = 0; p < n_pairs; p++) {
-                    const __m512i sum = _mm512_dpbusd_epi32(start[p], q, w[p]);
-                    __m512 &      to  = sums[i][p][c];
-                    to                = _mm512_fmadd_ps(_mm512_mul_ps(d[p], _mm512_set1_ps(column.d)), _mm512_cvtepi32_ps(sum), to);
-                }
-            }
-        }
-    }
-    UNROLLED
-    for (int i = 0; i < n_pairs * N; i++) {
-        const int    p = i / N, c = i % N;
-        const __m512 sum  = n_sums == 1 ? sums[0][p][c] : _mm512_add_ps(sums[0][p][c], sums[n_sums - 1][p][c]);
-        out[c][2 * p]     = sum_of(_mm512_castps512_ps256(sum));
-        out[c][2 * p + 1] = sum_of(_mm256_castsi256_ps(upper_half(_mm512_castps_si512(sum))));
-    }
-}
 
 // all rows and columns
 
-// one: computes one group, both: two at once. With few columns memory is the limit, and it is read best in its order
-template <int N, typename F, typename G> inline void by_groups(float * const * out, F one, G both) {
-    if constexpr (N <= 2) {
-        float * of_second[N];
-        for (int c = 0; c < N; c++) {
-            of_second[c] = out[c] + 8;
-        }
-        one(0, out);
-        one(1, of_second);
-    } else {
-        both();
-    }
-}
-
 template <typename L> struct for_32x8 {
-    static constexpr int64_t n_rows = 16;
-    template <int N> static void run(int64_t n, const char * rows, size_t row_bytes, const void * const * columns, float * const * out) {
-        const typename L::block * groups[] = { (const typename L::block *) rows, (const typename L::block *) (rows + 8 * row_bytes) };
-        const auto *              all      = (const column_block * const *) columns;
-        by_groups<N>(out, [&](int g, float * const * to) { group_dots_32<L, N>(n / 32, groups[g], all, to); },
-                     [&] { dots_32x8<L, N>(n / 32, groups[0], groups[1], all, out); });
+    static constexpr int64_t n_rows = 8;
+    template <int N> static void run(int64_t n, const char * rows, size_t, const void * const * columns, float * const * out) {
+        group_dots_32<L, N>(n / 32, (const typename L::block *) rows, (const column_block * const *) columns, out);
     }
 };
 
 struct for_q4_Kx8 {
-    static constexpr int64_t n_rows = 16;
-    template <int N> static void run(int64_t n, const char * rows, size_t row_bytes, const void * const * columns, float * const * out) {
-        const block_q4_Kx8 * groups[] = { (const block_q4_Kx8 *) rows, (const block_q4_Kx8 *) (rows + 8 * row_bytes) };
-        const auto *         all      = (const block_q8_K * const *) columns;
-        by_groups<N>(out, [&](int g, float * const * to) { group_dots_q4_K<N>(n / 256, groups[g], all, to); },
-                     [&] { dots_q4_Kx8<N>(n / 256, groups[0], groups[1], all, out); });
+    static constexpr int64_t n_rows = 8;
+    template <int N> static void run(int64_t n, const char * rows, size_t, const void * const * columns, float * const * out) {
+        group_dots_q4_K<N>(n / 256, (const block_q4_Kx8 *) rows, (const column_256 * const *) columns, out);
+    }
+};
+
+template <typename T> struct for_256 {
+    static constexpr int64_t n_rows = 1;
+    template <int N> static void run(int64_t n, const char * rows, size_t, const void * const * columns, float * const * out) {
+        dots_256<T, N>(n / 256, (const typename T::block *) rows, (const column_256 * const *) columns, out);
     }
 };
 
@@ -414,20 +214,29 @@ template <typename block_type, int n_sums> struct for_32 {
     }
 };
 
+template <int n> struct number { constexpr operator int() const { return n; } };
+
 // the same columns meet all rows
 template <typename block_type, int n_sums>
 void wide_dots(int64_t n, const void * rows, size_t row_bytes, int64_t n_rows, const void * const * columns, int n_columns, float * const * out) {
     constexpr int n_wide = 8 / n_sums;
     int           c      = 0;
-    for (; c + n_wide <= n_columns; c += n_wide) {
+    const auto    pass   = [&](auto n_now) {
         for (int64_t r = 0; r < n_rows; r += 4) {
-            float * to[n_wide];
-            for (int i = 0; i < n_wide; i++) {
+            float * to[n_now];
+            for (int i = 0; i < n_now; i++) {
                 to[i] = out[c + i] + r;
             }
-            dots_32<block_type, 2, n_wide, n_sums>(n / 32, (const char *) rows + r * (int64_t) row_bytes, row_bytes,
-                                                   (const column_bytes * const *) columns + c, to);
+            dots_32<block_type, 2, n_now, n_sums>(n / 32, (const char *) rows + r * (int64_t) row_bytes, row_bytes,
+                                                  (const column_bytes * const *) columns + c, to);
         }
+        c += n_now;
+    };
+    while (n_columns - c >= n_wide && n_columns - c != n_wide + 1) {
+        pass(number<n_wide>());
+    }
+    if (n_columns - c == n_wide + 1) { // eight drafts have nine columns
+        pass(number<n_wide + 1>());
     }
     all_dots<for_32<block_type, n_sums>>(n, rows, row_bytes, n_rows, columns + c, n_columns - c, out + c);
 }
@@ -447,14 +256,14 @@ template <typename block_type, int n_sums, bool has_dense = true> constexpr dot_
 
 template <typename T> constexpr dot_kernel kernel_of_256(const char * layout, ggml_type type) {
     const dots_function many = panel_dots<panels_256<T>>;
-    return { "avx512vnni", layout, type, false, GGML_TYPE_Q8_K, 256, sizeof(block_q8_K), 16, 256, nullptr, all_dots<for_256<T>>, many, 7, 8, many, nullptr };
+    return { "avx512vnni", layout, type, false, GGML_TYPE_Q8_K, 256, sizeof(column_256), 16, 256, pack_256, all_dots<for_256<T>>, many, 7, 8, many, nullptr };
 }
 
 const dot_kernel kernels[] = {
     kernel_of_32x8<q4_0x8_layout>("q4_0x8", GGML_TYPE_Q4_0),
     kernel_of_32x8<iq4_nlx8_layout>("iq4_nlx8", GGML_TYPE_IQ4_NL),
     kernel_of_32x8<mxfp4x8_layout>("mxfp4x8", GGML_TYPE_MXFP4),
-    { "avx512vnni", "q4_Kx8", GGML_TYPE_Q4_K, true, GGML_TYPE_Q8_K, 256, sizeof(block_q8_K), 16, 256, nullptr, all_dots<for_q4_Kx8>,
+    { "avx512vnni", "q4_Kx8", GGML_TYPE_Q4_K, true, GGML_TYPE_Q8_K, 256, sizeof(column_256), 16, 256, pack_256, all_dots<for_q4_Kx8>,
       panel_dots<panels_q4_Kx8<AS_GROUP>>, 3, 4, panel_dots<panels_q4_Kx8<AS_GROUP_BY_FOUR>>, quantize_fours },
     kernel_of_32<block_q8_0, 1>("q8_0", GGML_TYPE_Q8_0),
     kernel_of_32<block_q4_0, 1>("q4_0", GGML_TYPE_Q4_0),

@@ -14,7 +14,7 @@
 #if defined(__clang__)
 #    define UNROLLED _Pragma("unroll")
 #else
-#    define UNROLLED _Pragma("GCC unroll 8")
+#    define UNROLLED _Pragma("GCC unroll 16")
 #endif
 
 namespace moeedge {
@@ -81,6 +81,20 @@ struct column_block {
     int8_t  q[32];
 };
 
+// a block of a column of Q8_K as kernels read it
+#if defined(__AVX512VNNI__)
+struct column_256 {
+    int8_t  q[256];
+    int16_t sums[16];
+    int16_t sums_of_32[8];
+    float   d, unused[3];
+};
+
+static_assert(sizeof(column_256) % 64 == 0, "values are aligned");
+#else
+using column_256 = block_q8_K;
+#endif
+
 static_assert(sizeof(block_q4_0) == 18 && sizeof(block_q4_K) == 144, "not ggml's blocks");
 static_assert(sizeof(block_q8_0) == 34 && sizeof(block_q8_K) == 292 && sizeof(block_q4_0x8) == 144, "not ggml's blocks");
 static_assert(sizeof(block_q4_Kx8) == 1152 && sizeof(block_q6_K) == 210 && sizeof(block_mxfp4x8) == 136, "not ggml's blocks");
@@ -93,6 +107,16 @@ inline __m256i load(const void * from) {
 
 inline void store(void * to, __m256i x) {
     _mm256_storeu_si256((__m256i *) to, x);
+}
+
+// a constant that stays in a register: GCC would make it anew in each turn of a loop
+template <typename T> inline T kept(T x) {
+#if defined(__AVX512VL__)
+    __asm__("" : "+v"(x));
+#else
+    __asm__("" : "+x"(x));
+#endif
+    return x;
 }
 
 inline int32_t read_int32(const void * from) {
@@ -145,10 +169,28 @@ inline __m128 sums_of(__m512 a, __m512 b, __m512 c, __m512 d) {
 }
 #endif
 
+// of each 32 values
 inline __m128i sums_of_32(const block_q8_K & column) {
     const __m256i of_16 = load(column.sums);
     return _mm_hadd_epi16(_mm256_castsi256_si128(of_16), _mm256_extracti128_si256(of_16, 1));
 }
+
+#if defined(__AVX512VNNI__)
+inline __m128i sums_of_32(const column_256 & column) {
+    return _mm_load_si128((const __m128i *) column.sums_of_32);
+}
+
+inline void pack_256(const void * quantized, int64_t n_blocks, void * to) {
+    const block_q8_K * from = (const block_q8_K *) quantized;
+    for (int64_t b = 0; b < n_blocks; b++) {
+        column_256 & block = ((column_256 *) to)[b];
+        block.d            = from[b].d;
+        memcpy(block.q, from[b].q, sizeof(block.q));
+        memcpy(block.sums, from[b].sums, sizeof(block.sums));
+        _mm_store_si128((__m128i *) block.sums_of_32, sums_of_32(from[b]));
+    }
+}
+#endif
 
 // the scales and minimums of eight rows for 32 values, a byte each
 inline void unpack_scales(const uint8_t * from, uint64_t & scales, uint64_t & mins) {

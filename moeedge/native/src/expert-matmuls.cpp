@@ -19,6 +19,8 @@ static constexpr int64_t n_pieces_per_thread = 8;
 // a block of Q8_0 or Q8_K is at most so large, and one call quantizes at most so many
 static constexpr size_t  quantized_block_bytes_max = 292;
 static constexpr int64_t n_blocks_at_once          = 64;
+// bytes that a register and a line of the cache take
+static constexpr size_t column_alignment = 64;
 // turns of a wait for the other threads before the processor is given away
 static constexpr int n_turns_max = 10000;
 
@@ -47,6 +49,11 @@ bool expert_matmuls::prepared_input::serves(const dot_kernel & other, const ggml
 
 size_t expert_matmuls::prepared_input::column_bytes() const {
     return (size_t) (matmul->src[1]->ne[0] / kernel.column_block) * kernel.block_bytes;
+}
+
+char * expert_matmuls::prepared_input::column_data() const {
+    const size_t past = (uintptr_t) columns.data() % column_alignment;
+    return columns.data() + (past == 0 ? 0 : column_alignment - past);
 }
 
 // called by all threads; returns when all have written their part
@@ -79,7 +86,7 @@ void expert_matmuls::prepared_input::quantize(int ith, int nth) {
         const int64_t n        = std::min({ end - b, n_per_column - in_it, n_blocks_at_once });
         const char *  values   = (const char *) x->data + column % x->ne[1] * x->nb[1] + column / x->ne[1] * x->nb[2];
         const float * from     = (const float *) values + in_it * kernel.column_block;
-        char *        to       = columns.data() + (size_t) b * kernel.block_bytes;
+        char *        to       = column_data() + (size_t) b * kernel.block_bytes;
         const int64_t n_values = n * kernel.column_block;
         const auto    from_float = column < n_of_fours ? kernel.quantize_fours : of_one;
         if (kernel.pack == nullptr) {
@@ -148,7 +155,7 @@ void expert_matmuls::matmul_group::compute_rows(const matmul & of, int32_t exper
             const int64_t token = input.pairs[(size_t) (p_begin + i)] / n_used;
             const int64_t place = input.pairs[(size_t) (p_begin + i)] % n_used;
             const int64_t at_x  = dense ? token : token * x->ne[1] + place % x->ne[1];
-            column[i] = input.columns.data() + (size_t) at_x * bytes;
+            column[i] = input.column_data() + (size_t) at_x * bytes;
             out[i]    = (float *) ((char *) node->data + place * node->nb[1] + token * node->nb[dense ? 1 : 2]) + r_begin;
         }
         run(rows->ne[0], at, rows->nb[1], r_end - r_begin, column, n, out);
@@ -259,7 +266,7 @@ int expert_matmuls::add_matmul(const ggml_cgraph * graph, int i, const chosen_do
     const bool is_served = !inputs.empty() && inputs.back().serves(*dots.kernel, node);
     if (!is_served) {
         prepared_input & input = inputs.emplace_back(*dots.kernel, node, columns);
-        columns.resize(std::max(columns.size(), input.column_bytes() * (size_t) n_columns(node)));
+        columns.resize(std::max(columns.size(), input.column_bytes() * (size_t) n_columns(node) + column_alignment));
     }
     const bool is_apart_of_others = newest && std::all_of(newest->matmuls.begin(), newest->matmuls.end(), [node](const matmul & each) {
         return is_apart(node, each.node);

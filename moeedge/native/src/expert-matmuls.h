@@ -58,6 +58,7 @@ class expert_matmuls : no_copy {
         prepared_input(const dot_kernel & k, const ggml_tensor * node, std::vector<char> & all_columns);
         bool   serves(const dot_kernel & other, const ggml_tensor * node) const;
         size_t column_bytes() const;
+        char * column_data() const; // of the first column
         void   prepare(int ith, int nth);
         void   quantize(int ith, int nth);
         void   sort_pairs();

@@ -20,6 +20,7 @@ constexpr int n_panel_rows = 16;
 constexpr int n_panel_rows = 8;
 #endif
 constexpr int n_panel_columns = has_vnni ? 8 : 4; // per pass over a panel: so many sums hide how long VPDPBUSD takes
+constexpr int n_panel_columns_last = n_panel_rows == 16 ? 9 : n_panel_columns; // of the last pass: eight drafts have nine columns
 
 // a lane per row
 typedef float   row_floats __attribute__((vector_size(4 * n_panel_rows)));
@@ -178,29 +179,6 @@ template <int n_scales> struct panel_256 {
     alignas(64) float     min[n_blocks][n_panel_rows];
 };
 
-// words of eight rows
-inline void transpose(const uint8_t (*rows)[32], uint8_t * to) {
-    __m256i a[8], b[8];
-    UNROLLED
-    for (int i = 0; i < 4; i++) {
-        const __m256i x = load(rows[2 * i]), y = load(rows[2 * i + 1]);
-        a[2 * i]        = _mm256_unpacklo_epi32(x, y);
-        a[2 * i + 1]    = _mm256_unpackhi_epi32(x, y);
-    }
-    UNROLLED
-    for (int i = 0; i < 2; i++) {
-        b[4 * i]     = _mm256_unpacklo_epi64(a[4 * i], a[4 * i + 2]);
-        b[4 * i + 1] = _mm256_unpackhi_epi64(a[4 * i], a[4 * i + 2]);
-        b[4 * i + 2] = _mm256_unpacklo_epi64(a[4 * i + 1], a[4 * i + 3]);
-        b[4 * i + 3] = _mm256_unpackhi_epi64(a[4 * i + 1], a[4 * i + 3]);
-    }
-    UNROLLED
-    for (int i = 0; i < 4; i++) {
-        store(to + i * sizeof(row_words), _mm256_permute2x128_si256(b[i], b[4 + i], 0x20));
-        store(to + (4 + i) * sizeof(row_words), _mm256_permute2x128_si256(b[i], b[4 + i], 0x31));
-    }
-}
-
 // eight bytes of eight rows to two times eight rows' bytes, of the lower or upper eight
 inline void transpose_bytes(const __m128i * rows, bool upper, __m128i * to) {
     __m128i a[4];
@@ -221,24 +199,15 @@ inline __m128i pairs_of(__m128i rows_of_two) {
     return _mm_unpacklo_epi8(rows_of_two, _mm_srli_si128(rows_of_two, 8));
 }
 
-// of rows from `first` on
-template <typename T> inline void unpack_block(const typename T::block * const * rows, int64_t b, int first, panel_256<T::n_scales> & to) {
-    alignas(32) uint8_t values[8][8][32];
-    __m128i             scales[8], mins[8];
+// of eight rows from `first` on: all but the values
+template <typename T> __attribute__((noinline)) void unpack_factors(const typename T::block * const * rows, int64_t b, int first, panel_256<T::n_scales> & to) {
+    __m128i scales[8], mins[8];
     for (int r = 0; r < 8; r++) {
-        const auto &      block = *rows[r];
-        const scale_bytes bytes = T::scales(block);
+        const scale_bytes bytes = T::scales(*rows[r]);
         scales[r]               = bytes.scales;
         mins[r]                 = bytes.mins;
-        to.d[b][first + r]      = to_float(block.d);
-        to.min[b][first + r]    = min_factor_of<T>(block);
-        UNROLLED
-        for (int i = 0; i < 8; i++) {
-            store(values[i][r], unsigned_values<T>(block, i));
-        }
-    }
-    for (int i = 0; i < 8; i++) {
-        transpose(values[i], to.q[b][8 * i] + 4 * first);
+        to.d[b][first + r]      = to_float(rows[r]->d);
+        to.min[b][first + r]    = min_factor_of<T>(*rows[r]);
     }
     UNROLLED
     for (int half = 0; half < T::n_scales / 8; half++) {
@@ -258,7 +227,7 @@ template <typename T> inline void unpack_block(const typename T::block * const *
 }
 
 // the sums of a column's values per scale
-template <int n_scales> inline void read_sums(const block_q8_K & column, int16_t * to) {
+template <int n_scales> inline void read_sums(const column_256 & column, int16_t * to) {
     if constexpr (n_scales == 8) {
         _mm_storeu_si128((__m128i *) to, sums_of_32(column));
     } else {
@@ -272,7 +241,7 @@ enum panel_rounding { AS_TILE, AS_GROUP, AS_GROUP_BY_FOUR };
 // T: reader of the rows, or like one
 template <typename T, panel_rounding R> struct panels_256_multiply {
     using panel  = panel_256<T::n_scales>;
-    using column = block_q8_K;
+    using column = column_256;
 
     template <int N> static void multiply(const panel & rows, int64_t n, const column * const * columns, int64_t first, column_sums * sums) {
         constexpr int n_words = 64 / T::n_scales;
@@ -336,21 +305,57 @@ template <typename T, panel_rounding R> struct panels_256_multiply {
     }
 };
 
-// rows one after the other, rounded as tiles
+#if !defined(__AVX512VNNI__) // which unpacks sixteen rows
+template <typename T> inline __m256i unsigned_values(const typename T::block & x, int i) {
+    const __m256i values = T::values(x, i);
+    return panel_offset<T> == T::offset ? values : _mm256_add_epi8(values, _mm256_set1_epi8((char) panel_offset<T>));
+}
+
+// words of eight rows
+inline void transpose(const uint8_t (*rows)[32], uint8_t * to) {
+    __m256i a[8], b[8];
+    UNROLLED
+    for (int i = 0; i < 4; i++) {
+        const __m256i x = load(rows[2 * i]), y = load(rows[2 * i + 1]);
+        a[2 * i]        = _mm256_unpacklo_epi32(x, y);
+        a[2 * i + 1]    = _mm256_unpackhi_epi32(x, y);
+    }
+    UNROLLED
+    for (int i = 0; i < 2; i++) {
+        b[4 * i]     = _mm256_unpacklo_epi64(a[4 * i], a[4 * i + 2]);
+        b[4 * i + 1] = _mm256_unpackhi_epi64(a[4 * i], a[4 * i + 2]);
+        b[4 * i + 2] = _mm256_unpacklo_epi64(a[4 * i + 1], a[4 * i + 3]);
+        b[4 * i + 3] = _mm256_unpackhi_epi64(a[4 * i + 1], a[4 * i + 3]);
+    }
+    UNROLLED
+    for (int i = 0; i < 4; i++) {
+        store(to + i * sizeof(row_words), _mm256_permute2x128_si256(b[i], b[4 + i], 0x20));
+        store(to + (4 + i) * sizeof(row_words), _mm256_permute2x128_si256(b[i], b[4 + i], 0x31));
+    }
+}
+
+// rows of blocks of 256 one after the other, rounded as tiles
 template <typename T> struct panels_256 : panels_256_multiply<T, AS_TILE>, rows_in_order {
     static void unpack(const char * rows, size_t row_bytes, int64_t first, int64_t n, panel_256<T::n_scales> & to) {
         for (int64_t b = 0; b < n; b++) {
-            for (int g = 0; g < n_panel_rows; g += 8) {
-                const typename T::block * each[8];
-                for (int r = 0; r < 8; r++) {
-                    each[r] = (const typename T::block *) (rows + (g + r) * (int64_t) row_bytes) + first + b;
-                    ask_for_bytes<sizeof(*each[r])>((const char *) each[r] + n_panel_rows * row_bytes); // of the next panel
+            alignas(32) uint8_t       values[8][8][32];
+            const typename T::block * each[8];
+            for (int r = 0; r < 8; r++) {
+                each[r] = (const typename T::block *) (rows + r * (int64_t) row_bytes) + first + b;
+                ask_for_bytes<sizeof(*each[r])>((const char *) each[r] + n_panel_rows * row_bytes); // of the next panel
+                UNROLLED
+                for (int i = 0; i < 8; i++) {
+                    store(values[i][r], unsigned_values<T>(*each[r], i));
                 }
-                unpack_block<T>(each, b, g, to);
             }
+            for (int i = 0; i < 8; i++) {
+                transpose(values[i], to.q[b][8 * i]);
+            }
+            unpack_factors<T>(each, b, 0, to);
         }
     }
 };
+#endif
 
 // all rows and columns
 
@@ -368,8 +373,12 @@ void panel_dots(int64_t n, const void * rows, size_t row_bytes, int64_t n_rows, 
             const int64_t n_now = n_blocks - first < P::panel::n_blocks ? n_blocks - first : P::panel::n_blocks;
             P::unpack((const char *) rows + r * (int64_t) row_bytes, row_bytes, first, n_now, panel);
             int c = 0;
-            for (; c + n_panel_columns <= n_columns; c += n_panel_columns) {
+            for (; c + n_panel_columns <= n_columns && n_columns - c != n_panel_columns_last; c += n_panel_columns) {
                 P::template multiply<n_panel_columns>(panel, n_now, all + c, first, sums + c);
+            }
+            if (n_columns - c == n_panel_columns_last) {
+                P::template multiply<n_panel_columns_last>(panel, n_now, all + c, first, sums + c);
+                c = n_columns;
             }
             for (; c < n_columns; c += 4) {
                 switch (n_columns - c) {

@@ -90,17 +90,6 @@ inline __m256i or_masked(__m256i a, __m256i b, int mask) {
 #endif
 }
 
-// sum + x * y of neighbours of 16 bits
-inline __m256i add_products_of_16(__m256i sum, __m256i x, __m256i y) {
-#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
-    return _mm256_dpwssd_epi32(sum, x, y);
-#elif defined(__AVXVNNI__)
-    return _mm256_dpwssd_avx_epi32(sum, x, y);
-#else
-    return _mm256_add_epi32(sum, _mm256_madd_epi16(x, y));
-#endif
-}
-
 // 32 values of 4 bits: the low bits of 16 bytes, and the high ones
 inline __m256i nibbles(const uint8_t * from) {
     const __m128i raw = load_16(from);
@@ -219,19 +208,9 @@ struct reader_256 {
 // n_scales signed scales and unsigned minimums, a byte each
 struct scale_bytes {
     __m128i scales, mins;
-
-    // of 32 values as int16
-    template <int n_scales> inline __m256i of(int i) const {
-        if constexpr (n_scales == 8) {
-            const __m256i all = _mm256_broadcastsi128_si256(_mm_cvtepi8_epi16(scales));
-            return _mm256_shuffle_epi8(all, _mm256_set1_epi16((short) (0x0100 + 0x0202 * i)));
-        }
-        const __m128i first = _mm_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
-        return _mm256_cvtepi8_epi16(_mm_shuffle_epi8(scales, _mm_add_epi8(first, _mm_set1_epi8((char) (2 * i)))));
-    }
 };
 
-inline scale_bytes scales_of_4_5(const uint8_t * from) {
+inline scale_bytes scales_of_4_5(const uint8_t * from) { // of Q4_K and Q5_K
     uint64_t scales, mins;
     unpack_scales(from, scales, mins);
     return { _mm_cvtsi64_si128((long long) scales), _mm_cvtsi64_si128((long long) mins) };
@@ -285,13 +264,14 @@ struct q3_K_reader : reader_256 {
     static constexpr bool is_offset_per_value = true;
 
     static scale_bytes scales(const block & x) {
-        uint32_t a, b, high;
-        memcpy(&a, x.scales, 4);
-        memcpy(&b, x.scales + 4, 4);
+        uint64_t low;
+        uint32_t high;
+        memcpy(&low, x.scales, 8);
         memcpy(&high, x.scales + 8, 4);
-        const uint32_t low = 0x0f0f0f0f, two = 0x30303030;
-        const __m128i  all = _mm_setr_epi32((int) ((a & low) | (high << 4 & two)), (int) ((b & low) | (high << 2 & two)),
-                                            (int) ((a >> 4 & low) | (high & two)), (int) ((b >> 4 & low) | (high >> 2 & two)));
+        const uint64_t four = 0x0f0f0f0f0f0f0f0f, two = 0x3030303030303030;
+        const uint64_t high_0_7  = (uint64_t) high << 4 | (uint64_t) high << 34;
+        const uint64_t high_8_15 = (uint64_t) high | (uint64_t) (high >> 2) << 32;
+        const __m128i  all = _mm_set_epi64x((long long) ((low >> 4 & four) | (high_8_15 & two)), (long long) ((low & four) | (high_0_7 & two)));
         return { _mm_sub_epi8(all, _mm_set1_epi8(32)), _mm_setzero_si128() };
     }
     static __m256i values(const block & x, int i) {
@@ -321,14 +301,19 @@ struct iq4_xs_reader : reader_256 {
     static constexpr int n_summed = 0;
 
     static scale_bytes scales(const block & x) {
-        const __m128i four  = _mm_cvtsi32_si128(read_int32(x.scales_low));
-        const __m128i low   = _mm_and_si128(_mm_unpacklo_epi8(four, _mm_srli_epi16(four, 4)), _mm_set1_epi8(15));
-        const __m128i high  = _mm_cvtsi32_si128(x.scales_high);
-        const __m128i bytes = _mm_shuffle_epi8(high, _mm_setr_epi8(0, 0, 0, 0, 1, 1, 1, 1, -1, -1, -1, -1, -1, -1, -1, -1));
-        const __m128i first = _mm_set1_epi32(0x40100401), second = _mm_slli_epi16(first, 1);
-        const __m128i of_16 = _mm_and_si128(_mm_cmpeq_epi8(_mm_and_si128(bytes, first), first), _mm_set1_epi8(16));
-        const __m128i of_32 = _mm_and_si128(_mm_cmpeq_epi8(_mm_and_si128(bytes, second), second), _mm_set1_epi8(32));
-        const __m128i all   = _mm_or_si128(low, _mm_or_si128(of_16, of_32));
+        uint64_t low = (uint32_t) read_int32(x.scales_low), high = x.scales_high; // 4 and 2 bits, to be a byte apart
+#if defined(__BMI2__)
+        low  = _pdep_u64(low, 0x0f0f0f0f0f0f0f0f);
+        high = _pdep_u64(high, 0x0303030303030303);
+#else
+        low  = (low | low << 16) & 0x0000ffff0000ffff;
+        high = (high | high << 24) & 0x000000ff000000ff;
+        low  = (low | low << 8) & 0x00ff00ff00ff00ff;
+        high = (high | high << 12) & 0x000f000f000f000f;
+        low  = (low | low << 4) & 0x0f0f0f0f0f0f0f0f;
+        high = (high | high << 6) & 0x0303030303030303;
+#endif
+        const __m128i all = _mm_cvtsi64_si128((long long) (low | high << 4));
         return { _mm_sub_epi8(all, _mm_set1_epi8(32)), _mm_setzero_si128() };
     }
     static __m256i values(const block & x, int i) {
@@ -338,11 +323,6 @@ struct iq4_xs_reader : reader_256 {
 
 // what the values of a panel are too large by
 template <typename T> constexpr int panel_offset = has_vnni && T::n_summed == 0 ? 128 : T::offset;
-
-template <typename T> inline __m256i unsigned_values(const typename T::block & x, int i) {
-    const __m256i values = T::values(x, i);
-    return panel_offset<T> == T::offset ? values : _mm256_add_epi8(values, _mm256_set1_epi8((char) panel_offset<T>));
-}
 
 template <typename T> inline float min_factor_of(const typename T::block & x) {
     if constexpr (T::mins == NO_MINS) {
@@ -357,103 +337,6 @@ template <typename T> inline float min_factor_of(const typename T::block & x) {
 template <bool is_signed> inline __m256i products(__m256i w, __m256i column) {
     return is_signed ? _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(column, w)) : _mm256_maddubs_epi16(w, column);
 }
-
-// blocks of 256, one row
-
-// a * b + c of the first lane, rounded once
-inline __m128 fused(float a, __m128i b, float c) {
-    return _mm_fmadd_ss(_mm_set_ss(a), _mm_cvtepi32_ps(b), _mm_set_ss(c));
-}
-
-template <typename T, int N> void dots_256(int64_t n_blocks, const typename T::block * row, const block_q8_K * const * columns, float * const * out) {
-    constexpr bool is_signed = T::n_summed == 0 || T::is_offset_per_value;
-    constexpr int  n_chains  = N == 1 ? 4 : N == 2 ? 2 : 1; // of totals, so that their latency is hidden
-
-    __m256 sums[N];
-    __m128 mins_by_four[N];
-    float  mins_by_block[N];
-    UNROLLED
-    for (int c = 0; c < N; c++) {
-        sums[c]          = _mm256_setzero_ps();
-        mins_by_four[c]  = _mm_setzero_ps();
-        mins_by_block[c] = 0;
-    }
-    for (int64_t b = 0; b < n_blocks; b++) {
-        const auto & block = row[b];
-        ask_for_bytes<sizeof(block)>((const char *) &block + ahead_bytes);
-        const scale_bytes bytes = T::scales(block);
-        const float       d     = to_float(block.d);
-        const float       min   = min_factor_of<T>(block);
-        __m256i           totals[n_chains * N];
-        UNROLLED
-        for (int c = N; c < n_chains * N; c++) {
-            totals[c] = _mm256_setzero_si256();
-        }
-        UNROLLED
-        for (int c = 0; c < N; c++) {
-            const block_q8_K & column = columns[c][b];
-            totals[c]                 = _mm256_setzero_si256();
-            if constexpr (T::offset != 0 && !T::is_offset_per_value) {
-                const __m256i too_much = _mm256_madd_epi16(load(column.sums), _mm256_cvtepi8_epi16(bytes.scales));
-                totals[c]              = _mm256_mullo_epi32(too_much, _mm256_set1_epi32(-T::offset));
-            }
-            if constexpr (T::mins == MINS_FIRST) {
-                const __m256i found = _mm256_madd_epi16(_mm256_cvtepu8_epi16(bytes.mins), load(column.sums));
-                sums[c]             = _mm256_fmadd_ps(_mm256_set1_ps(-column.d * min), _mm256_cvtepi32_ps(found), sums[c]);
-            } else if constexpr (T::mins != NO_MINS) {
-                const __m128i found = _mm_madd_epi16(_mm_cvtepu8_epi16(bytes.mins), sums_of_32(column));
-                if constexpr (T::mins == MINS_BY_FOUR) {
-                    mins_by_four[c] = _mm_fmadd_ps(_mm_set1_ps(-column.d * min), _mm_cvtepi32_ps(found), mins_by_four[c]);
-                } else {
-                    const __m128i of_2 = _mm_hadd_epi32(found, found);
-                    mins_by_block[c]   = _mm_cvtss_f32(fused(-column.d * min, _mm_hadd_epi32(of_2, of_2), mins_by_block[c]));
-                }
-            }
-        }
-        UNROLLED
-        for (int i = 0; i < 8; i++) {
-            const __m256i scale  = bytes.of<T::n_scales>(i);
-            const __m256i offset = _mm256_set1_epi8(T::offset);
-            __m256i       w      = T::values(block, i);
-            if constexpr (T::is_offset_per_value && N > 1) {
-                w = _mm256_sub_epi8(w, offset);
-            }
-            UNROLLED
-            for (int c = 0; c < N; c++) {
-                const __m256i x = load(columns[c][b].q + 32 * i);
-                __m256i       found;
-                if constexpr (T::is_offset_per_value && N == 1) { // one column: less than to change signs
-                    found = _mm256_sub_epi16(_mm256_maddubs_epi16(w, x), _mm256_maddubs_epi16(offset, x));
-                } else {
-                    found = products<is_signed>(w, x);
-                }
-                __m256i & total = totals[i % n_chains * N + c];
-                total           = add_products_of_16(total, scale, found);
-            }
-        }
-        UNROLLED
-        for (int c = 0; c < N; c++) {
-            __m256i total = totals[c];
-            UNROLLED
-            for (int i = 1; i < n_chains; i++) {
-                total = _mm256_add_epi32(total, totals[i * N + c]);
-            }
-            sums[c] = _mm256_fmadd_ps(_mm256_set1_ps(columns[c][b].d * d), _mm256_cvtepi32_ps(total), sums[c]);
-        }
-    }
-    UNROLLED
-    for (int c = 0; c < N; c++) {
-        const float mins = T::mins == MINS_BY_FOUR ? sum_of(mins_by_four[c]) : mins_by_block[c];
-        *out[c]          = T::mins == NO_MINS || T::mins == MINS_FIRST ? sum_of(sums[c]) : sum_of(sums[c]) + mins;
-    }
-}
-
-template <typename T> struct for_256 {
-    static constexpr int64_t n_rows = 1;
-    template <int N> static void run(int64_t n, const char * rows, size_t, const void * const * columns, float * const * out) {
-        dots_256<T, N>(n / 256, (const typename T::block *) rows, (const block_q8_K * const *) columns, out);
-    }
-};
 
 } // namespace
 

@@ -1,4 +1,5 @@
-// Rows in groups of eight, as llama.cpp repacks them, with few columns, one group at a time.
+// Few columns by registers of 256 bits: rows in groups of eight, as llama.cpp repacks them, one group at a time, and rows of blocks
+// of 256 as in the file.
 //
 // A group has the blocks of eight rows side by side, eight bytes of each in turn: 32 bytes hold eight bytes of rows 0-3 or 4-7.
 // Eight bytes of a column are broadcast to meet them, so that 64 bits of a product belong to one row.
@@ -36,14 +37,10 @@ inline __m256i multiply_32(const __m256i * w, const int8_t * column) {
 // the same, two int32 per row
 template <bool is_signed> inline __m256i add_32(const __m256i * w, const int8_t * column) {
     __m256i sum = _mm256_setzero_si256();
-#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+#if defined(__AVXVNNI__)
     UNROLLED
     for (int i = 0; i < 4; i++) {
-#    if defined(__AVX512VNNI__)
-        sum = _mm256_dpbusd_epi32(sum, w[i], broadcast_8_bytes(column + 8 * i));
-#    else
         sum = _mm256_dpbusd_avx_epi32(sum, w[i], broadcast_8_bytes(column + 8 * i));
-#    endif
     }
 #else
     const __m256i ones = _mm256_set1_epi16(1);
@@ -212,6 +209,122 @@ template <int N> void group_dots_q4_K(int64_t n_blocks, const block_q4_Kx8 * row
         _mm256_storeu_ps(out[c], _mm256_sub_ps(in_order(sums[c]), min_sums[c]));
     }
 }
+
+// blocks of 256, one row
+
+// sum + x * y of neighbours of 16 bits
+inline __m256i add_products_of_16(__m256i sum, __m256i x, __m256i y) {
+#if defined(__AVXVNNI__)
+    return _mm256_dpwssd_avx_epi32(sum, x, y);
+#else
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(x, y));
+#endif
+}
+
+// the scales of 32 values as int16
+template <int n_scales> inline __m256i scales_of_32(__m128i scales, int i) {
+    if constexpr (n_scales == 8) {
+        const __m256i all = _mm256_broadcastsi128_si256(_mm_cvtepi8_epi16(scales));
+        return _mm256_shuffle_epi8(all, _mm256_set1_epi16((short) (0x0100 + 0x0202 * i)));
+    }
+    const __m128i first = _mm_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
+    return _mm256_cvtepi8_epi16(_mm_shuffle_epi8(scales, _mm_add_epi8(first, _mm_set1_epi8((char) (2 * i)))));
+}
+
+// a * b + c of the first lane, rounded once
+inline __m128 fused(float a, __m128i b, float c) {
+    return _mm_fmadd_ss(_mm_set_ss(a), _mm_cvtepi32_ps(b), _mm_set_ss(c));
+}
+
+template <typename T, int N> void dots_256(int64_t n_blocks, const typename T::block * row, const block_q8_K * const * columns, float * const * out) {
+    constexpr bool is_signed = T::n_summed == 0 || T::is_offset_per_value;
+    constexpr int  n_chains  = N == 1 ? 4 : N == 2 ? 2 : 1; // of totals, so that their latency is hidden
+
+    __m256 sums[N];
+    __m128 mins_by_four[N];
+    float  mins_by_block[N];
+    UNROLLED
+    for (int c = 0; c < N; c++) {
+        sums[c]          = _mm256_setzero_ps();
+        mins_by_four[c]  = _mm_setzero_ps();
+        mins_by_block[c] = 0;
+    }
+    for (int64_t b = 0; b < n_blocks; b++) {
+        const auto & block = row[b];
+        ask_for_bytes<sizeof(block)>((const char *) &block + ahead_bytes);
+        const scale_bytes bytes = T::scales(block);
+        const float       d     = to_float(block.d);
+        const float       min   = min_factor_of<T>(block);
+        __m256i           totals[n_chains * N];
+        UNROLLED
+        for (int c = N; c < n_chains * N; c++) {
+            totals[c] = _mm256_setzero_si256();
+        }
+        UNROLLED
+        for (int c = 0; c < N; c++) {
+            const block_q8_K & column = columns[c][b];
+            totals[c]                 = _mm256_setzero_si256();
+            if constexpr (T::offset != 0 && !T::is_offset_per_value) {
+                const __m256i too_much = _mm256_madd_epi16(load(column.sums), _mm256_cvtepi8_epi16(bytes.scales));
+                totals[c]              = _mm256_mullo_epi32(too_much, _mm256_set1_epi32(-T::offset));
+            }
+            if constexpr (T::mins == MINS_FIRST) {
+                const __m256i found = _mm256_madd_epi16(_mm256_cvtepu8_epi16(bytes.mins), load(column.sums));
+                sums[c]             = _mm256_fmadd_ps(_mm256_set1_ps(-column.d * min), _mm256_cvtepi32_ps(found), sums[c]);
+            } else if constexpr (T::mins != NO_MINS) {
+                const __m128i found = _mm_madd_epi16(_mm_cvtepu8_epi16(bytes.mins), sums_of_32(column));
+                if constexpr (T::mins == MINS_BY_FOUR) {
+                    mins_by_four[c] = _mm_fmadd_ps(_mm_set1_ps(-column.d * min), _mm_cvtepi32_ps(found), mins_by_four[c]);
+                } else {
+                    const __m128i of_2 = _mm_hadd_epi32(found, found);
+                    mins_by_block[c]   = _mm_cvtss_f32(fused(-column.d * min, _mm_hadd_epi32(of_2, of_2), mins_by_block[c]));
+                }
+            }
+        }
+        UNROLLED
+        for (int i = 0; i < 8; i++) {
+            const __m256i scale  = scales_of_32<T::n_scales>(bytes.scales, i);
+            const __m256i offset = _mm256_set1_epi8(T::offset);
+            __m256i       w      = T::values(block, i);
+            if constexpr (T::is_offset_per_value && N > 1) {
+                w = _mm256_sub_epi8(w, offset);
+            }
+            UNROLLED
+            for (int c = 0; c < N; c++) {
+                const __m256i x = load(columns[c][b].q + 32 * i);
+                __m256i       found;
+                if constexpr (T::is_offset_per_value && N == 1) { // one column: less than to change signs
+                    found = _mm256_sub_epi16(_mm256_maddubs_epi16(w, x), _mm256_maddubs_epi16(offset, x));
+                } else {
+                    found = products<is_signed>(w, x);
+                }
+                __m256i & total = totals[i % n_chains * N + c];
+                total           = add_products_of_16(total, scale, found);
+            }
+        }
+        UNROLLED
+        for (int c = 0; c < N; c++) {
+            __m256i total = totals[c];
+            UNROLLED
+            for (int i = 1; i < n_chains; i++) {
+                total = _mm256_add_epi32(total, totals[i * N + c]);
+            }
+            sums[c] = _mm256_fmadd_ps(_mm256_set1_ps(columns[c][b].d * d), _mm256_cvtepi32_ps(total), sums[c]);
+        }
+    }
+    UNROLLED
+    for (int c = 0; c < N; c++) {
+        const float mins = T::mins == MINS_BY_FOUR ? sum_of(mins_by_four[c]) : mins_by_block[c];
+        *out[c]          = T::mins == NO_MINS || T::mins == MINS_FIRST ? sum_of(sums[c]) : sum_of(sums[c]) + mins;
+    }
+}
+
+template <typename T> struct for_256 {
+    static constexpr int64_t n_rows = 1;
+    template <int N> static void run(int64_t n, const char * rows, size_t, const void * const * columns, float * const * out) {
+        dots_256<T, N>(n / 256, (const typename T::block *) rows, (const block_q8_K * const *) columns, out);
+    }
+};
 
 } // namespace
 
