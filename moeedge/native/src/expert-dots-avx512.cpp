@@ -173,8 +173,7 @@ template <typename T> struct panels_256 : panels_256_multiply<T, AS_TILE>, rows_
                 __m512i values[16];
                 UNROLLED
                 for (int r = 0; r < 16; r++) {
-                    const __m512i x = wide_values(*each[r], i);
-                    values[r]       = panel_offset<T> == T::offset ? x : _mm512_add_epi8(x, _mm512_set1_epi8((char) panel_offset<T>));
+                    values[r] = wide_values(*each[r], i);
                 }
                 transpose(values, to.q[b] + 16 * i);
             }

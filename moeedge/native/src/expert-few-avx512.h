@@ -328,8 +328,21 @@ inline __m512i wide_values(const block_q6_K & x, int i) {
     return or_masked(i % 2 == 0 ? low_bits(raw) : high_bits(raw), high, 48);
 }
 
-inline __m512i wide_values(const block_iq4_xs & x, int i) {
-    return _mm512_shuffle_epi8(join(table_of_iq4(), table_of_iq4()), nibbles_of_two(load(x.q + 32 * i)));
+inline __m512i wide_values(const block_iq4_xs & x, int i) { // 128 too large
+    const __m256i table = _mm256_add_epi8(table_of_iq4(), _mm256_set1_epi8((char) 128));
+    return _mm512_shuffle_epi8(kept(join(table, table)), nibbles_of_two(load(x.q + 32 * i)));
+}
+
+// values without their signs, and which are negative
+template <typename block_type> inline __m512i wide_sizes(const block_type & x, int i, __mmask64 &) {
+    return wide_values(x, i);
+}
+
+inline __m512i wide_sizes(const block_iq4_xs & x, int i, __mmask64 & negative) {
+    const __m256i table = _mm256_abs_epi8(table_of_iq4());
+    const __m512i raw   = nibbles_of_two(load(x.q + 32 * i));
+    negative            = _mm512_testn_epi8_mask(raw, kept(_mm512_set1_epi8(8)));
+    return _mm512_shuffle_epi8(kept(join(table, table)), raw);
 }
 
 // the scales of 64 values; all: as int16
@@ -377,17 +390,16 @@ template <typename T, int N> void dots_256(int64_t n_blocks, const typename T::b
         }
         UNROLLED
         for (int i = 0; i < 4; i++) {
-            const __m512i   scale    = wide_scales<T::n_scales>(scales, i);
-            const __m512i   w        = wide_values(block, i);
-            const __m512i   size     = T::n_summed == 0 ? _mm512_abs_epi8(w) : w;
-            const __mmask64 negative = T::n_summed == 0 ? _mm512_movepi8_mask(w) : 0;
+            __mmask64     negative = 0;
+            const __m512i scale    = wide_scales<T::n_scales>(scales, i);
+            const __m512i w        = wide_sizes(block, i, negative);
             UNROLLED
             for (int c = 0; c < N; c++) {
                 __m512i x = load_64(columns[c][b].q + 64 * i);
                 if constexpr (T::n_summed == 0) {
                     x = _mm512_mask_sub_epi8(x, negative, _mm512_setzero_si512(), x);
                 }
-                __m512i found = _mm512_maddubs_epi16(size, x);
+                __m512i found = _mm512_maddubs_epi16(w, x);
                 if constexpr (T::is_offset_per_value) {
                     found = _mm512_sub_epi16(found, _mm512_maddubs_epi16(_mm512_set1_epi8(T::offset), x));
                 }

@@ -10,8 +10,8 @@
 
 namespace moeedge {
 
-// bytes of rows that a thread takes at once: they stay in its second cache while they meet many columns
-static constexpr int64_t piece_bytes = 128 * 1024;
+// bytes of rows that a thread takes at once, at most: each new piece costs as much as 15 KB read from memory
+static constexpr int64_t piece_bytes = 2048 * 1024;
 // less costs more to hand out than to compute
 static constexpr int64_t piece_bytes_min = 16 * 1024;
 // pieces per thread, about, so that all end at the same time
