@@ -356,7 +356,7 @@ template <int n_scales> inline __m512i wide_scales(__m256i all, int i) {
 // eight times a block's factor, and eight times that of minimums, negative
 template <typename T> inline __m512 factors_of_block(const typename T::block & x) {
     if constexpr (T::mins == NO_MINS) {
-        return _mm512_castps256_ps512(to_floats(_mm_set1_epi16((short) x.d)));
+        return _mm512_zextps256_ps512(to_floats(_mm_set1_epi16((short) x.d)));
     } else {
         const __m256i both   = _mm256_set1_epi32(read_int32(&x.d)); // neighbours
         const __m256i places = kept(_mm256_setr_m128i(_mm_set1_epi16(0x0100), _mm_set1_epi16(0x0302)));
@@ -413,8 +413,8 @@ template <typename T, int N> void dots_256(int64_t n_blocks, const typename T::b
             __m512i            total  = _mm512_maskz_add_epi32(0x00ff, totals[c], _mm512_shuffle_i64x2(totals[c], totals[c], 0x0e));
             if constexpr (T::mins == MINS_FIRST) {
                 const __m256i found  = _mm256_madd_epi16(_mm256_cvtepu8_epi16(bytes.mins), load(column.sums));
-                const __m512  of_min = _mm512_castps256_ps512(_mm256_castsi256_ps(upper_half(_mm512_castps_si512(factor))));
-                sums[c]              = _mm512_fmadd_ps(of_min, _mm512_cvtepi32_ps(_mm512_castsi256_si512(found)), sums[c]);
+                const __m512  of_min = _mm512_zextps256_ps512(_mm256_castsi256_ps(upper_half(_mm512_castps_si512(factor))));
+                sums[c]              = _mm512_fmadd_ps(of_min, _mm512_cvtepi32_ps(_mm512_zextsi256_si512(found)), sums[c]);
             } else if constexpr (are_mins_added) {
                 __m128i found = _mm_madd_epi16(_mm_cvtepu8_epi16(bytes.mins), sums_of_32(column));
                 if constexpr (T::mins == MINS_BY_BLOCK) {
