@@ -1,7 +1,8 @@
 // The kernels of expert-dots.h for AVX-512 with VNNI. This file alone is compiled for it.
 //
-// VPDPBUSD adds four products of unsigned and signed bytes to 32 bits, so rows in groups of eight are kept unsigned, columns of
-// other blocks of 32, and what that adds too much is the sum to begin with.
+// VPDPBUSD adds four products of unsigned and signed bytes to 32 bits. So the rows are made unsigned where they are in groups of
+// eight, and the columns where they meet other blocks of 32; what that adds too much is the sum to begin with. Few columns of
+// K-quants take VPMADDUBSW and VPDPWSSD, which multiplies by the scales.
 
 #include "expert-dots.h"
 

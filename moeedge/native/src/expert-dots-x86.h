@@ -14,7 +14,7 @@
 #if defined(__clang__)
 #    define UNROLLED _Pragma("unroll")
 #else
-#    define UNROLLED _Pragma("GCC unroll 16")
+#    define UNROLLED _Pragma("GCC unroll 32")
 #endif
 
 namespace moeedge {
@@ -83,14 +83,14 @@ struct column_block {
 
 // a block of a column of Q8_K as kernels read it
 #if defined(__AVX512VNNI__)
-struct column_256 {
+struct alignas(64) column_256 {
     int8_t  q[256];
     int16_t sums[16];
     int16_t sums_of_32[8];
     float   d, unused[3];
 };
 
-static_assert(sizeof(column_256) % 64 == 0, "values are aligned");
+static_assert(sizeof(column_256) == 320, "nothing is between the blocks");
 #else
 using column_256 = block_q8_K;
 #endif
@@ -107,16 +107,6 @@ inline __m256i load(const void * from) {
 
 inline void store(void * to, __m256i x) {
     _mm256_storeu_si256((__m256i *) to, x);
-}
-
-// a constant that stays in a register: GCC would make it anew in each turn of a loop
-template <typename T> inline T kept(T x) {
-#if defined(__AVX512VL__)
-    __asm__("" : "+v"(x));
-#else
-    __asm__("" : "+x"(x));
-#endif
-    return x;
 }
 
 inline int32_t read_int32(const void * from) {

@@ -35,7 +35,7 @@ struct dot_kernel {
     size_t       block_bytes; // of a block as the kernel reads it
     int64_t      n_rows_together;
     int64_t      n_values_together; // of a row
-    // writes n_blocks of column_type as the kernel reads them; null: as they are
+    // writes n_blocks of column_type as the kernel reads them; null: as they are. A column begins at a multiple of 64 bytes
     void (*pack)(const void * quantized, int64_t n_blocks, void * to);
     dots_function few;  // rounds as ggml's product of one row and one column
     dots_function many; // rounds as ggml for n_many_columns of an expert or more; null: `few` does

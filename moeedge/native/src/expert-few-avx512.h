@@ -11,6 +11,12 @@ namespace {
 
 // small steps
 
+// a constant that stays in a register: GCC would make it anew in each turn of a loop
+template <typename T> inline T kept(T x) {
+    __asm__("" : "+v"(x));
+    return x;
+}
+
 inline __m512i load_64(const void * from) {
     return _mm512_loadu_si512(from);
 }
@@ -353,7 +359,7 @@ template <int n_scales> inline __m512i wide_scales(__m256i all, int i) {
     return _mm512_permutexvar_epi16(kept(_mm512_add_epi16(places, _mm512_set1_epi16((short) (n_scales / 4 * i)))), _mm512_castsi256_si512(all));
 }
 
-// eight times a block's factor, and eight times that of minimums, negative
+// a block's factor in eight lanes, and the negated factor of its minimums in the other eight
 template <typename T> inline __m512 factors_of_block(const typename T::block & x) {
     if constexpr (T::mins == NO_MINS) {
         return _mm512_zextps256_ps512(to_floats(_mm_set1_epi16((short) x.d)));

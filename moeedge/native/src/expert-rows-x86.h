@@ -1,7 +1,7 @@
 // Rows of quantized blocks as ggml lays them out (ggml-common.h): readers, which give 32 values of a block at a time.
 //
-// A reader of a type of 256 values tells by its constants how products of its values are summed; so a new type is a reader and
-// an entry in a table of kernels.
+// A reader of a type of 256 values tells by its constants how products of its values are summed; so a new type is a reader, for
+// AVX-512 its wide_values (expert-few-avx512.h), and an entry in a table of kernels.
 
 #pragma once
 
@@ -83,11 +83,7 @@ inline __m256i high_4(__m256i x) {
 
 // a | (b & mask)
 inline __m256i or_masked(__m256i a, __m256i b, int mask) {
-#if defined(__AVX512VL__)
-    return _mm256_ternarylogic_epi32(a, b, _mm256_set1_epi8((char) mask), 0xf8);
-#else
     return _mm256_or_si256(a, _mm256_and_si256(b, _mm256_set1_epi8((char) mask)));
-#endif
 }
 
 // 32 values of 4 bits: the low bits of 16 bytes, and the high ones

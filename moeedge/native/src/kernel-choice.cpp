@@ -73,7 +73,7 @@ static std::vector<dot_kernels> find_runnable_sets() {
 #if defined(__x86_64__)
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
         if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-            __builtin_cpu_supports("avx512vnni")) {
+            __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("bmi2")) {
             found.push_back(avx512_kernels());
             if (has_cpuid_7_1(5)) { // BF16
                 found.push_back(avx512bf16_kernels());
