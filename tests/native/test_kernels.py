@@ -68,8 +68,12 @@ def test_sums_of_floats_have_the_order_of_ggmls_build(layout: str) -> None:
     if expected not in {kernel.instructions for kernel in found}:
         pytest.skip(f"no kernels of ours for a ggml with {info}")
     equal = [kernel for kernel in found if kernel.is_equal]
-    assert {kernel.instructions for kernel in equal} - {"avxvnni"} == {expected}  # AVX-VNNI has AVX2's kernels
-    assert all(kernel.several_speed > 0 and kernel.many_speed > 0 for kernel in equal)
+    names = {kernel.instructions for kernel in equal} - {"avxvnni"}  # which has AVX2's kernels
+    if layout == ATTENTION:
+        names -= {"avx512bf16"}  # of few tokens where ggml was built for AVX512-FP16, which comes with BF16
+    assert names == {expected}
+    assert any(kernel.several_speed > 0 for kernel in equal)
+    assert all(kernel.many_speed > 0 for kernel in equal)
 
 
 @pytest.fixture

@@ -150,10 +150,10 @@ inline void weigh(const float * scores, const uint16_t * mask, int n, float scal
     }
 }
 
-// n vectors at once
-template <typename simd, int n> inline void add_values(const seen_keys & seen, const float * values, int n_value, float * out) {
+// n vectors at once, from a value's number `begin` on
+template <typename simd, int n> inline void add_values(const seen_keys & seen, const float * values, int begin, int n_value, float * out) {
     using vec = typename simd::vec;
-    for (int first = 0; first < n_value; first += n * simd::n_lanes) {
+    for (int first = begin; first < n_value; first += n * simd::n_lanes) {
         vec sums[n];
         UNROLLED
         for (int i = 0; i < n; i++) {
@@ -179,6 +179,12 @@ template <typename simd, int n> inline void add_values(const seen_keys & seen, c
         }
     }
 }
+
+// for a ggml that adds values in single precision and rounds them
+struct no_halves {
+    static constexpr int n_halves_at_once = 1 << 30; // never as many
+    static void          add_halves(const seen_keys &, const attention_rows &, int64_t, int, float *) {}
+};
 
 inline void finish_row(const few_attention & task, int r, const float * values, float max, float sum) {
     float factor = 1;
@@ -231,13 +237,15 @@ template <typename simd> void attention_of_few(const few_attention & task) {
                 key_scores<simd, 1>(w.q[r], keys + i * task.n_key, task.n_key, w.scores[r] + i);
             }
         }
-        const float * values = read_rows<simd>(task.v, first, n, task.n_value, true, w.rows);
+        const int     n_halves = task.n_value - task.n_value % simd::n_halves_at_once;
+        const float * values   = n_halves == task.n_value ? nullptr : read_rows<simd>(task.v, first, n, task.n_value, true, w.rows);
         for (int r = 0; r < task.n_rows; r++) {
             if (sees[r]) {
                 seen_keys seen;
                 weigh(w.scores[r], mask_of(r), n, task.scale, w.max[r], w.sums[r], seen);
-                const auto      add  = task.n_value % (8 * simd::n_lanes) == 0 ? add_values<simd, 8> : add_values<simd, 4>;
-                add(seen, values, task.n_value, w.out[r]);
+                simd::add_halves(seen, task.v, first, n_halves, w.out[r]);
+                const auto add = (task.n_value - n_halves) % (8 * simd::n_lanes) == 0 ? add_values<simd, 8> : add_values<simd, 4>;
+                add(seen, values, n_halves, task.n_value, w.out[r]);
             }
         }
     }

@@ -158,7 +158,7 @@ void attention_node::compute(int ith, int nth) {
 
 // a batch of a check: heads that share keys, a window of them, some masks that are neither 0 nor infinite, sinks about the largest scores
 struct attention_case {
-    static constexpr int64_t n_key = 128, n_heads = 4;
+    static constexpr int64_t n_key = 128, n_value = 192, n_heads = 4; // a multiple of 128 values, and a rest
 
     owned_backend      cpu;
     owned_context      ctx;
@@ -179,7 +179,7 @@ struct attention_case {
         ggml_context * in    = ctx.get();
         ggml_tensor *  q     = ggml_new_tensor_3d(in, GGML_TYPE_F32, n_key, n_tokens, n_heads);
         ggml_tensor *  k     = ggml_new_tensor_3d(in, type, n_key, n_kv, 1);
-        ggml_tensor *  v     = ggml_new_tensor_3d(in, type, n_key, n_kv, 1);
+        ggml_tensor *  v     = ggml_new_tensor_3d(in, type, n_value, n_kv, 1);
         ggml_tensor *  mask  = ggml_new_tensor_3d(in, GGML_TYPE_F16, n_kv, n_tokens, 1);
         ggml_tensor *  sinks = ggml_new_tensor_1d(in, GGML_TYPE_F32, n_heads);
         fill(q, 4);

@@ -24,7 +24,6 @@ template <typename block_type, int N, int n_sums>
 void dots_32(int64_t n_blocks, const block_type * const * rows, size_t row_bytes,
              const column_block * const * columns, float * const * out) {
     constexpr int n_at_once = N == 1 ? 2 : 1; // rows, so that several sums are under way; one row is read best
-    const __m256i ones      = _mm256_set1_epi16(1);
     // the same place in rows that come later
     const size_t  ahead     = (ahead_bytes / (n_at_once * row_bytes) + 1) * n_at_once * row_bytes;
 
@@ -47,8 +46,7 @@ void dots_32(int64_t n_blocks, const block_type * const * rows, size_t row_bytes
                 UNROLLED
                 for (int c = 0; c < N; c++) {
                     const column_block & column = columns[c][at];
-                    const __m256i        found  = _mm256_maddubs_epi16(size, _mm256_sign_epi8(load(column.q), x));
-                    const __m256         sum    = _mm256_cvtepi32_ps(_mm256_madd_epi16(ones, found));
+                    const __m256         sum    = _mm256_cvtepi32_ps(sums_of_four(size, _mm256_sign_epi8(load(column.q), x)));
                     __m256 &             to     = sums[i / n_at_once][r][c];
                     to                          = _mm256_fmadd_ps(_mm256_set1_ps(d * column.d), sum, to);
                 }
@@ -73,71 +71,113 @@ template <typename block_type, int n_sums = 1> struct for_32 {
     }
 };
 
-// one row and many columns
-template <typename block_type, int n_sums> struct wide_dots_32 {
-    static constexpr int     n_columns    = 8 / n_sums;
-    static constexpr int64_t n_blocks_max = 256; // of a row; longer ones take few columns at a time
+// a row and many columns, a part of both at a time: a row is unpacked once for all of them
 
-    alignas(32) int8_t columns[n_blocks_max][n_columns][32];
-    alignas(32) float  of_columns[n_blocks_max][n_columns]; // factors
-    alignas(32) float  of_both[n_blocks_max][n_columns];    // times those of the row
+#if defined(__AVXVNNI__)
+// Sums begin at the bits of a float whose fraction counts ones, so that a subtraction takes the place of a conversion
+struct wide_values {
+    static constexpr char too_large = (char) 0x80; // by which a column's bytes are, so that they are unsigned
 
-    void read_columns(int64_t n_blocks, const column_block * const * from) {
-        for (int64_t b = 0; b < n_blocks; b++) {
-            for (int c = 0; c < n_columns; c++) {
-                of_columns[b][c] = from[c][b].d;
-                _mm256_store_si256((__m256i *) columns[b][c], load(from[c][b].q));
+    __m256i x, start;
+    __m256  begin = _mm256_set1_ps(12582912); // 1.5 * 2^23
+
+    explicit wide_values(__m256i values) : x(values) {
+        start = _mm256_sub_epi32(_mm256_castps_si256(begin), sums_of_four(_mm256_set1_epi8(too_large), x));
+    }
+    __m256 times(__m256i column) const {
+        return _mm256_sub_ps(_mm256_castsi256_ps(_mm256_dpbusd_avx_epi32(start, column, x)), begin);
+    }
+};
+#else
+struct wide_values {
+    static constexpr char too_large = 0;
+
+    __m256i x, size;
+
+    explicit wide_values(__m256i values) : x(values), size(_mm256_abs_epi8(values)) {}
+    __m256 times(__m256i column) const { return _mm256_cvtepi32_ps(sums_of_four(size, _mm256_sign_epi8(column, x))); }
+};
+#endif
+
+template <typename block_type, int n_sums, int N> struct wide_dots_32 {
+    static constexpr int64_t n_part    = 64; // blocks
+    static constexpr int64_t n_kept    = 64; // rows whose sums wait for the next part
+    static constexpr int     n_factors = (N + 3) / 4 * 4;
+
+    alignas(32) uint8_t columns[n_part][N][32];
+    alignas(32) float   of_columns[n_part][n_factors]; // factors
+    alignas(32) float   of_both[n_part][n_factors];    // times those of the row
+    __m256              sums[n_kept][n_sums][N];
+
+    void read_columns(const column_block * const * from, int64_t first, int64_t n) {
+        for (int64_t b = 0; b < n; b++) {
+            for (int c = 0; c < n_factors; c++) {
+                const column_block & column = from[c < N ? c : 0][first + b]; // unused factors are usual numbers: others take long
+                of_columns[b][c]            = column.d;
+                if (c < N) {
+                    store(columns[b][c], _mm256_xor_si256(load(column.q), _mm256_set1_epi8(wide_values::too_large)));
+                }
             }
         }
     }
 
-    void run(int64_t n_blocks, const block_type * row, float * const * out, int64_t at) {
-        const __m256i ones = _mm256_set1_epi16(1);
-        __m256        sums[n_sums][n_columns];
-        UNROLLED
-        for (int i = 0; i < n_sums * n_columns; i++) {
-            sums[i / n_columns][i % n_columns] = _mm256_setzero_ps();
-        }
-        for (int64_t b = 0; b < n_blocks; b++) {
-            const float d = factor_of(row[b]);
+    void add(const block_type * row, int64_t n, __m256 (*to)[N]) {
+        for (int64_t b = 0; b < n; b++) {
+            const __m128 d = _mm_set1_ps(factor_of(row[b]));
             UNROLLED
-            for (int c = 0; c < n_columns; c += 4) {
-                _mm_store_ps(of_both[b] + c, _mm_mul_ps(_mm_set1_ps(d), _mm_load_ps(of_columns[b] + c)));
+            for (int c = 0; c < n_factors; c += 4) {
+                _mm_store_ps(of_both[b] + c, _mm_mul_ps(d, _mm_load_ps(of_columns[b] + c)));
             }
         }
-        for (int64_t b = 0; b < n_blocks; b += n_sums) {
+        for (int i = 0; i < n_sums; i++) { // which blocks take in turn; registers hold one of each column
+            __m256 sum[N];
             UNROLLED
-            for (int i = 0; i < n_sums; i++) {
-                const __m256i x    = values_of(row[b + i]);
-                const __m256i size = _mm256_abs_epi8(x);
-                ask_for(&row[b + i]);
+            for (int c = 0; c < N; c++) {
+                sum[c] = to[i][c];
+            }
+            for (int64_t b = i; b < n; b += n_sums) {
+                const wide_values values(values_of(row[b]));
+                ask_for(&row[b]);
                 UNROLLED
-                for (int c = 0; c < n_columns; c++) {
-                    const __m256i found = _mm256_maddubs_epi16(size, _mm256_sign_epi8(load(columns[b + i][c]), x));
-                    const __m256  sum   = _mm256_cvtepi32_ps(_mm256_madd_epi16(ones, found));
-                    sums[i][c]          = _mm256_fmadd_ps(_mm256_broadcast_ss(&of_both[b + i][c]), sum, sums[i][c]);
+                for (int c = 0; c < N; c++) {
+                    sum[c] = _mm256_fmadd_ps(_mm256_broadcast_ss(&of_both[b][c]), values.times(load(columns[b][c])), sum[c]);
                 }
             }
+            UNROLLED
+            for (int c = 0; c < N; c++) {
+                to[i][c] = sum[c];
+            }
         }
-        UNROLLED
-        for (int c = 0; c < n_columns; c++) {
-            out[c][at] = sum_of(n_sums == 1 ? sums[0][c] : _mm256_add_ps(sums[0][c], sums[n_sums - 1][c]));
+    }
+
+    void run(int64_t n_blocks, const char * rows, size_t row_bytes, int64_t n_rows, const column_block * const * from, float * const * out) {
+        for (int64_t r = 0; r < n_rows; r += n_kept) {
+            const int64_t n_now = n_rows - r < n_kept ? n_rows - r : n_kept;
+            memset(sums, 0, sizeof(sums));
+            for (int64_t first = 0; first < n_blocks; first += n_part) {
+                const int64_t n = n_blocks - first < n_part ? n_blocks - first : n_part;
+                if (r == 0 || n_blocks > n_part) {
+                    read_columns(from, first, n);
+                }
+                for (int64_t i = 0; i < n_now; i++) {
+                    add((const block_type *) (rows + (r + i) * (int64_t) row_bytes) + first, n, sums[i]);
+                }
+            }
+            for (int64_t i = 0; i < n_now; i++) {
+                for (int c = 0; c < N; c++) {
+                    out[c][r + i] = sum_of(n_sums == 1 ? sums[i][0][c] : _mm256_add_ps(sums[i][0][c], sums[i][n_sums - 1][c]));
+                }
+            }
         }
     }
 };
 
 template <typename block_type, int n_sums>
 void wide_dots(int64_t n, const void * rows, size_t row_bytes, int64_t n_rows, const void * const * columns, int n_columns, float * const * out) {
-    using wide             = wide_dots_32<block_type, n_sums>;
-    const int64_t n_blocks = n / 32;
-    wide          found;
-    int           c = 0;
-    for (; n_blocks <= wide::n_blocks_max && c + wide::n_columns <= n_columns; c += wide::n_columns) {
-        found.read_columns(n_blocks, (const column_block * const *) columns + c);
-        for (int64_t r = 0; r < n_rows; r++) {
-            found.run(n_blocks, (const block_type *) ((const char *) rows + r * (int64_t) row_bytes), out + c, r);
-        }
-    }
+    const int c = in_passes<8, 9>(n_columns, [&](auto n_now, int first) {
+        wide_dots_32<block_type, n_sums, n_now> pass;
+        pass.run(n / 32, (const char *) rows, row_bytes, n_rows, (const column_block * const *) columns + first, out + first);
+    });
     all_dots<for_32<block_type, n_sums>>(n, rows, row_bytes, n_rows, columns + c, n_columns - c, out + c);
 }
 
@@ -313,7 +353,7 @@ const dot_kernel kernels[] = {
 
 // for attention-x86.h
 
-struct simd {
+struct simd : no_halves {
     using vec = __m256;
     static constexpr int n_lanes = 8, n_rows_at_once = 2, n_vectors_at_once = 4, n_keys_at_once = 2; // eight sums
 

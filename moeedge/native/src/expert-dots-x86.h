@@ -218,6 +218,22 @@ void all_dots(int64_t n, const void * rows, size_t row_bytes, int64_t n_rows, co
     }
 }
 
+template <int n> struct number { constexpr operator int() const { return n; } };
+
+// Calls pass(number<n>, first) for n_wide columns at a time, at last for n_last if so many are left: eight drafts have nine
+// columns. Returns how many columns that were.
+template <int n_wide, int n_last, typename F> inline int in_passes(int n_columns, F pass) {
+    int c = 0;
+    for (; n_columns - c >= n_wide && n_columns - c != n_last; c += n_wide) {
+        pass(number<n_wide>(), c);
+    }
+    if (n_columns - c == n_last) {
+        pass(number<n_last>(), c);
+        c = n_columns;
+    }
+    return c;
+}
+
 // offset: by which the rows' values are too large
 template <int offset> inline void pack_columns(const void * quantized, int64_t n_blocks, void * to) {
     const block_q8_0 * from = (const block_q8_0 *) quantized;

@@ -20,6 +20,15 @@ inline __m256i broadcast_8_bytes(const void * from) {
     return _mm256_set1_epi64x(value);
 }
 
+// of products
+inline __m256i sums_of_four(__m256i unsigned_bytes, __m256i signed_bytes) {
+#if defined(__AVXVNNI__)
+    return _mm256_dpbusd_avx_epi32(_mm256_setzero_si256(), unsigned_bytes, signed_bytes);
+#else
+    return _mm256_madd_epi16(_mm256_set1_epi16(1), _mm256_maddubs_epi16(unsigned_bytes, signed_bytes));
+#endif
+}
+
 // the sums of rows 0-3 and 4-7, two parts each: one number per row
 inline __m256i add_rows(__m256i rows_0_3, __m256i rows_4_7) {
     return _mm256_hadd_epi32(rows_0_3, rows_4_7);

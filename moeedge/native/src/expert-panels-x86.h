@@ -20,7 +20,7 @@ constexpr int n_panel_rows = 16;
 constexpr int n_panel_rows = 8;
 #endif
 constexpr int n_panel_columns = has_vnni ? 8 : 4; // per pass over a panel: so many sums hide how long VPDPBUSD takes
-constexpr int n_panel_columns_last = n_panel_rows == 16 ? 9 : n_panel_columns; // of the last pass: eight drafts have nine columns
+constexpr int n_panel_columns_last = n_panel_rows == 16 ? 9 : n_panel_columns; // of the last pass
 
 // a lane per row
 typedef float   row_floats __attribute__((vector_size(4 * n_panel_rows)));
@@ -52,12 +52,20 @@ inline row_ints products_of_pairs(row_ints pairs, int32_t pair) {
 #endif
 }
 
-// adds products of a word of each row with the same word of a column
+// adds products of a word of each row with the same word of a column, or of two numbers of 16 bits with two others
 #if defined(__AVX512VNNI__)
+inline row_ints add_products_of_pairs(row_ints sum, row_ints x, row_ints y) {
+    return (row_ints) _mm512_dpwssd_epi32((__m512i) sum, (__m512i) x, (__m512i) y);
+}
+
 inline row_ints add_products(row_ints sum, row_ints w, int32_t column) {
     return (row_ints) _mm512_dpbusd_epi32((__m512i) sum, (__m512i) w, _mm512_set1_epi32(column));
 }
 #elif defined(__AVXVNNI__)
+inline row_ints add_products_of_pairs(row_ints sum, row_ints x, row_ints y) {
+    return (row_ints) _mm256_dpwssd_avx_epi32((__m256i) sum, (__m256i) x, (__m256i) y);
+}
+
 inline row_ints add_products(row_ints sum, row_ints w, int32_t column) {
     return (row_ints) _mm256_dpbusd_avx_epi32((__m256i) sum, (__m256i) w, _mm256_set1_epi32(column));
 }
@@ -70,26 +78,31 @@ inline void keep_order(__m256i & sum) {
 
 // adds the products of some words of the rows with those of columns, times a scale of each row, which `scales` has twice as 16 bits
 // n_summed: products of two values of which 16 bits hold the sum; 0: values are signed. With VNNI all are unsigned
-template <int n_words, int n_summed, int N>
+template <int n_words, int n_summed, int N, bool has_scales = true>
 inline void add_words(const row_words * q, row_ints scales, const int8_t * const * columns, row_ints * totals) {
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
-    const row_ints scale = scales >> 16;
-    row_ints       part[N];
+    constexpr bool is_short = has_scales && n_summed >= n_words; // 16 bits hold the sums of half of the words at least
+    constexpr int  n_part   = is_short && n_summed / 2 < n_words ? n_summed / 2 : n_words;
+    const row_ints scale    = is_short ? scales & 0xffff : scales >> 16;
     UNROLLED
-    for (int c = 0; c < N; c++) {
-        part[c] = row_ints{};
-    }
-    UNROLLED
-    for (int i = 0; i < n_words; i++) {
-        const row_ints w = row_lanes<row_ints>(q[i]);
+    for (int first = 0; first < n_words; first += n_part) {
+        row_ints part[N];
         UNROLLED
         for (int c = 0; c < N; c++) {
-            part[c] = add_products(part[c], w, read_int32(columns[c] + 4 * i));
+            part[c] = has_scales ? row_ints{} : totals[c];
         }
-    }
-    UNROLLED
-    for (int c = 0; c < N; c++) {
-        totals[c] += part[c] * scale;
+        UNROLLED
+        for (int i = first; i < first + n_part; i++) {
+            const row_ints w = row_lanes<row_ints>(q[i]);
+            UNROLLED
+            for (int c = 0; c < N; c++) {
+                part[c] = add_products(part[c], w, read_int32(columns[c] + 4 * i));
+            }
+        }
+        UNROLLED
+        for (int c = 0; c < N; c++) {
+            totals[c] = !has_scales ? part[c] : is_short ? add_products_of_pairs(totals[c], part[c], scale) : totals[c] + part[c] * scale;
+        }
     }
 #else
     constexpr int n_together = n_summed == 0 ? 1 : n_summed < n_words ? n_summed : n_words;
@@ -153,7 +166,7 @@ template <typename L> struct panels_32_multiply {
                 totals[c] = row_ints{} + columns[c][b].offset;
                 q[c]      = columns[c][b].q;
             }
-            add_words<8, L::is_signed ? 0 : 4, N>(rows.q[b - first], row_ints{} + 0x00010001, q, totals);
+            add_words<8, L::is_signed ? 0 : 4, N, false>(rows.q[b - first], row_ints{} + 0x00010001, q, totals);
             const row_floats d = row_lanes<row_floats>(rows.d[b - first]);
             UNROLLED
             for (int c = 0; c < N; c++) {
@@ -372,14 +385,9 @@ void panel_dots(int64_t n, const void * rows, size_t row_bytes, int64_t n_rows, 
         for (int64_t first = 0; first < n_blocks; first += P::panel::n_blocks) {
             const int64_t n_now = n_blocks - first < P::panel::n_blocks ? n_blocks - first : P::panel::n_blocks;
             P::unpack((const char *) rows + r * (int64_t) row_bytes, row_bytes, first, n_now, panel);
-            int c = 0;
-            for (; c + n_panel_columns <= n_columns && n_columns - c != n_panel_columns_last; c += n_panel_columns) {
-                P::template multiply<n_panel_columns>(panel, n_now, all + c, first, sums + c);
-            }
-            if (n_columns - c == n_panel_columns_last) {
-                P::template multiply<n_panel_columns_last>(panel, n_now, all + c, first, sums + c);
-                c = n_columns;
-            }
+            int c = in_passes<n_panel_columns, n_panel_columns_last>(n_columns, [&](auto n_cols, int at) {
+                P::template multiply<n_cols>(panel, n_now, all + at, first, sums + at);
+            });
             for (; c < n_columns; c += 4) {
                 switch (n_columns - c) {
                     case 1:  P::template multiply<1>(panel, n_now, all + c, first, sums + c); break;

@@ -255,7 +255,7 @@ struct q6_K_reader : reader_256 {
 struct q3_K_reader : reader_256 {
     using block = block_q3_K;
     static constexpr int  n_scales            = 16;
-    static constexpr int  n_summed            = 4;
+    static constexpr int  n_summed            = 8;
     static constexpr int  offset              = 4;
     static constexpr bool is_offset_per_value = true;
 
@@ -280,7 +280,7 @@ struct q3_K_reader : reader_256 {
 struct q2_K_reader : reader_256 {
     using block = block_q2_K;
     static constexpr int       n_scales = 16;
-    static constexpr int       n_summed = 4;
+    static constexpr int       n_summed = 8;
     static constexpr mins_kind mins     = MINS_FIRST;
 
     static scale_bytes scales(const block & x) {

@@ -65,6 +65,11 @@ static bool has_cpuid_7_1(int bit) {
     unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
     return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax & 1u << bit) != 0;
 }
+
+static bool has_avx512fp16() {
+    unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+    return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (edx & 1u << 23) != 0;
+}
 #endif
 
 // that this processor runs, the newest instructions first
@@ -77,6 +82,7 @@ static std::vector<dot_kernels> find_runnable_sets() {
             found.push_back(avx512_kernels());
             if (has_cpuid_7_1(5)) { // BF16
                 found.push_back(avx512bf16_kernels());
+                found.back().attention = has_avx512fp16() ? avx512fp16_attention() : attention_kernels{};
             }
         }
         if (has_cpuid_7_1(4)) { // AVX-VNNI
