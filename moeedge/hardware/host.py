@@ -90,6 +90,7 @@ _INSTRUCTIONS = {
     "avx512f": "AVX-512",
     "avx512_vnni": "AVX-512 VNNI",
     "avx512_bf16": "AVX-512 BF16",
+    "avx512_fp16": "AVX-512 FP16",
     "amx_int8": "AMX",
     "asimddp": "dot product",
     "i8mm": "I8MM",

@@ -70,6 +70,11 @@ VARIABLES = (
     Variable("MOEEDGE_CATALOG", "File with your own entries of the catalog.", "~/.config/moeedge/catalog.toml"),
     Variable("MOEEDGE_DATA", "Folder with published prompt sets and routing traces.", "none"),
     Variable("MOEEDGE_NO_PROBE", "1: no other process tries a model file that is new here first.", "not set"),
+    Variable(
+        "MOEEDGE_INSTRUCTIONS",
+        "Newest instructions of the CPU that moeedge's kernels may use: avx512vnni, avxvnni, avx2; none: no kernels.",
+        "the CPU's",
+    ),
     Variable("MOEEDGE_LIBRARY", "Another build of the native library, for its developers.", "the installed one"),
     Variable("XDG_CACHE_HOME", "Folder of all programs' caches; also of the hub's.", "~/.cache"),
     Variable("XDG_CONFIG_HOME", "Folder of all programs' settings.", "~/.config"),

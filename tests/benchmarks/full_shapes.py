@@ -135,7 +135,8 @@ def run_step(step: Step, options: argparse.Namespace) -> bool:
     begun = re.findall(r"--resume (\S+\.jsonl)", log.read_text(encoding="utf-8")) if log.is_file() else []
     words += ["--resume", begun[-1]] if begun and Path(begun[-1]).is_file() else []
     print(f"{time.strftime('%H:%M')} {step.name}: {' '.join(words)}", flush=True)
-    environment = os.environ | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+    tunables = [*filter(None, [os.environ.get("GLIBC_TUNABLES")]), "glibc.malloc.hugetlb=1"]
+    environment = os.environ | {"GLIBC_TUNABLES": ":".join(tunables)}
     with log.open("a", encoding="utf-8") as errors:
         done = subprocess.run(
             [*step.program, *words], stdout=subprocess.PIPE, stderr=errors, check=False, env=environment

@@ -153,7 +153,7 @@ template <typename block_type, int n_sums, int N> struct wide_dots_32 {
     void run(int64_t n_blocks, const char * rows, size_t row_bytes, int64_t n_rows, const column_block * const * from, float * const * out) {
         for (int64_t r = 0; r < n_rows; r += n_kept) {
             const int64_t n_now = n_rows - r < n_kept ? n_rows - r : n_kept;
-            memset(sums, 0, sizeof(sums));
+            memset(sums, 0, (size_t) n_now * sizeof(sums[0]));
             for (int64_t first = 0; first < n_blocks; first += n_part) {
                 const int64_t n = n_blocks - first < n_part ? n_blocks - first : n_part;
                 if (r == 0 || n_blocks > n_part) {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <initializer_list>
@@ -92,6 +93,10 @@ static std::vector<dot_kernels> find_runnable_sets() {
     }
 #endif
     found.erase(std::remove_if(found.begin(), found.end(), [](const dot_kernels & set) { return set.n == 0; }), found.end()); // of another compiler
+    const char * newest = std::getenv("MOEEDGE_INSTRUCTIONS"); // as on an older processor
+    while (newest != nullptr && !found.empty() && std::strcmp(found.front().first->instructions, newest) != 0) {
+        found.erase(found.begin());
+    }
     return found;
 }
 
