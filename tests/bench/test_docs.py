@@ -116,22 +116,26 @@ def test_performance_has_the_tables_of_other_programs(name: str, n_rows: int | N
 
 
 def test_performance_has_the_floors_of_other_types() -> None:
-    prompts, decoding = {}, {}
+    prompts, decoding, on_intel = {}, {}, {}
     for path in sorted(_RECORDS.glob("floors-qwen3-30b-*.json.gz")):
         rows = read(path)
         *_, quant, cpu = path.name.removesuffix(".json.gz").split("-")
         cells = " | ".join(map(_cell, rows))
-        label = {"zen5": "", "zen4": ", Zen 4, 0.27.0"}[cpu]
+        label = {"zen5": "", "zen4": ", Zen 4, 0.27.0", "avxvnni": ""}[cpu]
         assert f"| [{quant.upper()}](benchmarks/{path.name}){label} | {cells} |" in _PERFORMANCE
         if cpu == "zen5":
             ratios = {row["test"]: row["ratio"] for row in rows}
             prompts |= {ratios[test]: quant.upper() for test in ("pp512", "pp2048")}
             decoding[ratios["tg64"]] = quant.upper()
+        if cpu == "avxvnni":
+            on_intel[quant.upper()] = {row["test"]: row["ratio"] for row in rows}
     least, most = (
         " to ".join(f"{edge(ratios):.2f} ({ratios[edge(ratios)]})" for edge in (min, max))
         for ratios in (prompts, decoding)
     )
-    assert f"prompts over the fastest {least}, decoding {most}." in _README
+    assert f"prompts over the fastest {least}, decoding {most};" in _README
+    slow, fast = ([f"{on_intel[quant][test]:.2f}" for test in ("pp512", "tg64")] for quant in ("Q8_0", "Q4_K_M"))
+    assert f"prompts {slow[0]} (Q8_0) and {fast[0]} (Q4_K_M), decoding {slow[1]} and {fast[1]}." in _README
 
 
 def _cell(row: dict[str, Any]) -> str:

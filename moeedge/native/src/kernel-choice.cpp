@@ -62,14 +62,9 @@ ggml_from_float_t quantizer(ggml_type type) {
 
 #if defined(__x86_64__)
 // for instructions that older compilers' __builtin_cpu_supports does not know
-static bool has_cpuid_7_1(int bit) {
+static bool has_cpuid_7(unsigned leaf, bool in_edx, int bit) {
     unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
-    return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax & 1u << bit) != 0;
-}
-
-static bool has_avx512fp16() {
-    unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
-    return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (edx & 1u << 23) != 0;
+    return __get_cpuid_count(7, leaf, &eax, &ebx, &ecx, &edx) && ((in_edx ? edx : eax) & 1u << bit) != 0;
 }
 #endif
 
@@ -81,21 +76,20 @@ static std::vector<dot_kernels> find_runnable_sets() {
         if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
             __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("bmi2")) {
             found.push_back(avx512_kernels());
-            if (has_cpuid_7_1(5)) { // BF16
+            if (has_cpuid_7(1, false, 5)) { // BF16
                 found.push_back(avx512bf16_kernels());
-                found.back().attention = has_avx512fp16() ? avx512fp16_attention() : attention_kernels{};
+                found.back().attention = has_cpuid_7(0, true, 23) ? avx512fp16_attention() : attention_kernels{};
             }
         }
-        if (has_cpuid_7_1(4)) { // AVX-VNNI
+        if (has_cpuid_7(1, false, 4)) { // AVX-VNNI
             found.push_back(avxvnni_kernels());
         }
         found.push_back(avx2_kernels());
     }
 #endif
     found.erase(std::remove_if(found.begin(), found.end(), [](const dot_kernels & set) { return set.n == 0; }), found.end()); // of another compiler
-    const char * newest = std::getenv("MOEEDGE_INSTRUCTIONS"); // as on an older processor
-    while (newest != nullptr && !found.empty() && std::strcmp(found.front().first->instructions, newest) != 0) {
-        found.erase(found.begin());
+    if (const char * newest = std::getenv("MOEEDGE_INSTRUCTIONS")) { // as on an older processor
+        found.erase(found.begin(), std::find_if(found.begin(), found.end(), [&](const dot_kernels & set) { return std::strcmp(set.first->instructions, newest) == 0; }));
     }
     return found;
 }
