@@ -72,7 +72,7 @@ VARIABLES = (
     Variable("MOEEDGE_NO_PROBE", "1: no other process tries a model file that is new here first.", "not set"),
     Variable(
         "MOEEDGE_INSTRUCTIONS",
-        "Newest instructions of the CPU that moeedge's kernels may use: avx512vnni, avxvnni, avx2; none: no kernels.",
+        "Newest instructions that moeedge's kernels may use: avx512vnni, avxvnni, avx2; none: no kernels.",
         "the CPU's",
     ),
     Variable("MOEEDGE_LIBRARY", "Another build of the native library, for its developers.", "the installed one"),
@@ -233,9 +233,10 @@ def kernels() -> Iterator[Finding]:
         yield Finding("AMX", "info", "off: llama.cpp's AMX kernels fail as they are compiled here; others compute")
     tested = compute.kernels()
     best: dict[str, compute.Kernel] = {}
-    for kernel in tested:  # the newest instructions first
-        if kernel.is_equal:
-            best.setdefault(kernel.layout, kernel)
+    for kernel in tested:  # the newest instructions first; those of attention may have the bits of prompts alone
+        known = best.get(kernel.layout)
+        if kernel.is_equal and (known is None or known.several_speed == 0 < kernel.several_speed):
+            best[kernel.layout] = kernel
     if not best:
         yield Finding("kernels", "info", "llama.cpp's own compute experts: none of ours has its bits here")
         return
@@ -322,6 +323,7 @@ def bundled_files() -> Iterator[Finding]:
 
 _FOLDERS = ("MOEEDGE_DATA",)
 _FILES = ("MOEEDGE_CATALOG", "MOEEDGE_LIBRARY")
+_INSTRUCTIONS = ("none", "avx2", "avxvnni", "avx512vnni", "avx512bf16")
 _REFERENCE = "python -m moeedge.cli.reference"  # has the table of all variables
 
 
@@ -352,6 +354,8 @@ def _fault(name: str, value: str, honoured: Collection[str]) -> tuple[Status, st
         return "warning", ": no such folder", f"Unset {name}, or name a folder."
     if name in _FILES and not Path(value).expanduser().is_file():
         return "broken", ": no such file", f"Unset {name}, or name a file."
+    if name == "MOEEDGE_INSTRUCTIONS" and value not in _INSTRUCTIONS:
+        return "warning", " has no effect", f"Known are {', '.join(_INSTRUCTIONS)}."
     if name not in BY_NAME and name.startswith(_OWN_PREFIX):
         similar = difflib.get_close_matches(name, BY_NAME, 1, _SIMILAR)
         hint = f"Did you mean {similar[0]}?" if similar else f"{_REFERENCE} lists those that do."

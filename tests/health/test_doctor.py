@@ -191,6 +191,8 @@ def test_variables_that_cannot_be_right(tmp_path: Path) -> None:
     assert found() == {"none set that acts here": "ok"}
     assert found(MOEEDGE_CACHE="/c")["MOEEDGE_CACHE"] == "ok"
     assert found(MOEEDGE_DATA=str(tmp_path / "no"))["MOEEDGE_DATA"] == "warning"
+    assert found(MOEEDGE_INSTRUCTIONS="avx2")["MOEEDGE_INSTRUCTIONS"] == "ok"
+    assert found(MOEEDGE_INSTRUCTIONS="avx3")["MOEEDGE_INSTRUCTIONS"] == "warning"
     assert found(MOEEDGE_LIBRARY=str(tmp_path / "no.so"))["MOEEDGE_LIBRARY"] == "broken"
     assert found(MOEEDGE_CASHE="/c")["MOEEDGE_CASHE"] == "warning"
     assert found(HF_HUB_OFFLINE="1")["HF_HUB_OFFLINE"] == "info"

@@ -167,7 +167,11 @@ SHAPES = [
         for has_sinks in (False, True)
     ),
     *(Shape(n, 768, n_passed=700, n_window=n_window, has_sinks=True) for n in (1, 9) for n_window in (5, 90)),
-    *(Shape(n, 600, has_mask=False, n_key_heads=4, n_key=192, n_value=128) for n in (1, 5)),
+    *(
+        Shape(n, 600, has_mask=False, n_key_heads=4, n_key=192, n_value=n_value)
+        for n in (1, 5)
+        for n_value in (128, 192)
+    ),
     *(Shape(n, 600, n_passed=590, n_heads=71, n_key_heads=1, n_key=64, n_value=64) for n in (1, 3)),
     Shape(4, 256, n_key=256, n_value=256, n_passed=252),
     # views, masks of heads and others than 0

@@ -172,7 +172,7 @@ def test_numbers_that_are_hard_to_round(type_: str, repacked: bool, engines: Eng
     pair = engines(1)
     shape = BlockShape(type_, n_embd=512, n_ff=512, n_experts=2, n_used=1)
     # ggml quantizes what is not finite to -128, which its kernels of repacked blocks of 32 multiply as -128 or as 128
-    # and so do kernels for AVX-512
+    # and so do kernels for AVX-512 and AVX-VNNI
     is_finite = (repacked and type_ != "Q4_K") or any(kernel.instructions != "avx2" for kernel in kernels())
     with Experts(replace(shape, n_experts=1), repacked=repacked, roles=("up",)) as matrix:
         for n_tokens in (9, 12, 23):  # the last columns are a rest of four, or none
@@ -186,6 +186,7 @@ def test_numbers_that_are_hard_to_round(type_: str, repacked: bool, engines: Eng
 @pytest.mark.parametrize(
     ("n_in", "n_out", "numbers"),
     [
+        pytest.param(2304, 136, (9, 17), id="parts"),
         pytest.param(256, 256, (*range(1, 129), *range(129, 601, 13)), marks=pytest.mark.slow, id="small"),
         pytest.param(2304, 264, range(1, 601, 29), marks=pytest.mark.slow, id="wide"),
         pytest.param(5120, 312, range(1, 601, 29), marks=pytest.mark.slow, id="wider"),

@@ -75,13 +75,13 @@ template <typename block_type, int n_sums = 1> struct for_32 {
 
 #if defined(__AVXVNNI__)
 // Sums begin at the bits of a float whose fraction counts ones, so that a subtraction takes the place of a conversion
-struct wide_values {
+struct row_values {
     static constexpr char too_large = (char) 0x80; // by which a column's bytes are, so that they are unsigned
 
     __m256i x, start;
     __m256  begin = _mm256_set1_ps(12582912); // 1.5 * 2^23
 
-    explicit wide_values(__m256i values) : x(values) {
+    explicit row_values(__m256i values) : x(values) {
         start = _mm256_sub_epi32(_mm256_castps_si256(begin), sums_of_four(_mm256_set1_epi8(too_large), x));
     }
     __m256 times(__m256i column) const {
@@ -89,12 +89,12 @@ struct wide_values {
     }
 };
 #else
-struct wide_values {
+struct row_values {
     static constexpr char too_large = 0;
 
     __m256i x, size;
 
-    explicit wide_values(__m256i values) : x(values), size(_mm256_abs_epi8(values)) {}
+    explicit row_values(__m256i values) : x(values), size(_mm256_abs_epi8(values)) {}
     __m256 times(__m256i column) const { return _mm256_cvtepi32_ps(sums_of_four(size, _mm256_sign_epi8(column, x))); }
 };
 #endif
@@ -115,7 +115,7 @@ template <typename block_type, int n_sums, int N> struct wide_dots_32 {
                 const column_block & column = from[c < N ? c : 0][first + b]; // unused factors are usual numbers: others take long
                 of_columns[b][c]            = column.d;
                 if (c < N) {
-                    store(columns[b][c], _mm256_xor_si256(load(column.q), _mm256_set1_epi8(wide_values::too_large)));
+                    store(columns[b][c], _mm256_xor_si256(load(column.q), _mm256_set1_epi8(row_values::too_large)));
                 }
             }
         }
@@ -136,7 +136,7 @@ template <typename block_type, int n_sums, int N> struct wide_dots_32 {
                 sum[c] = to[i][c];
             }
             for (int64_t b = i; b < n; b += n_sums) {
-                const wide_values values(values_of(row[b]));
+                const row_values values(values_of(row[b]));
                 ask_for(&row[b]);
                 UNROLLED
                 for (int c = 0; c < N; c++) {

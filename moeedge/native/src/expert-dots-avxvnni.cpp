@@ -1,5 +1,5 @@
-// The kernels of expert-dots.h for AVX-VNNI, which processors without AVX-512 have, too: those for AVX2, but that VPDPBUSD
-// takes the place of three instructions where many columns meet rows.
+// The kernels of expert-dots.h for AVX-VNNI, which processors without AVX-512 have, too: those for AVX2, with VPDPBUSD and VPDPWSSD
+// in place of several instructions.
 
 #include "expert-dots.h"
 

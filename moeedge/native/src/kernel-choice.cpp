@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <initializer_list>
@@ -11,7 +10,6 @@
 
 #include <dlfcn.h>
 #if defined(__x86_64__)
-#    include <cpuid.h>
 #    include <emmintrin.h>
 #endif
 
@@ -25,7 +23,7 @@
 namespace moeedge {
 
 // the matmul of a check
-static constexpr int64_t n_in = 2048, n_rows = 256, n_experts = 2;
+static constexpr int64_t n_in = 2304, n_rows = 256, n_experts = 2; // more values than kernels take of a row at once
 static constexpr int64_t n_tall_rows = 768; // of the dense matrix whose one column is timed: what a matmul costs once is small next to its rows
 static constexpr int64_t n_distinct_rows = 16; // the others repeat them: some types are quantized slowly
 static constexpr int     n_timings       = 7;
@@ -58,50 +56,6 @@ ggml_from_float_t quantizer(ggml_type type) {
     using get_traits    = const ggml_type_traits_cpu * (*) (ggml_type);
     static const auto f = (get_traits) dlsym(RTLD_DEFAULT, "ggml_get_type_traits_cpu");
     return f ? f(type)->from_float : nullptr;
-}
-
-#if defined(__x86_64__)
-// for instructions that older compilers' __builtin_cpu_supports does not know
-static bool has_cpuid_7(unsigned leaf, bool in_edx, int bit) {
-    unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
-    return __get_cpuid_count(7, leaf, &eax, &ebx, &ecx, &edx) && ((in_edx ? edx : eax) & 1u << bit) != 0;
-}
-#endif
-
-// that this processor runs, the newest instructions first
-static std::vector<dot_kernels> find_runnable_sets() {
-    std::vector<dot_kernels> found;
-#if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
-        if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-            __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("bmi2")) {
-            found.push_back(avx512_kernels());
-            if (has_cpuid_7(1, false, 5)) { // BF16
-                found.push_back(avx512bf16_kernels());
-                found.back().attention = has_cpuid_7(0, true, 23) ? avx512fp16_attention() : attention_kernels{};
-            }
-        }
-        if (has_cpuid_7(1, false, 4)) { // AVX-VNNI
-            found.push_back(avxvnni_kernels());
-        }
-        found.push_back(avx2_kernels());
-    }
-#endif
-    found.erase(std::remove_if(found.begin(), found.end(), [](const dot_kernels & set) { return set.n == 0; }), found.end()); // of another compiler
-    if (const char * newest = std::getenv("MOEEDGE_INSTRUCTIONS")) { // as on an older processor
-        found.erase(found.begin(), std::find_if(found.begin(), found.end(), [&](const dot_kernels & set) { return std::strcmp(set.first->instructions, newest) == 0; }));
-    }
-    return found;
-}
-
-const std::vector<dot_kernels> & runnable_sets() {
-    static const std::vector<dot_kernels> found = find_runnable_sets();
-    return found;
-}
-
-multiply_function fastest_multiply() {
-    const std::vector<dot_kernels> & sets = runnable_sets();
-    return sets.empty() ? nullptr : sets.front().multiply;
 }
 
 static std::vector<const dot_kernel *> find_runnable_kernels() {
