@@ -61,7 +61,7 @@ def build(sanitizer: str, folder: Path) -> Path:
     configure = ["cmake", "-S", str(ROOT / "moeedge" / "native"), "-B", str(folder), f"-DMOEEDGE_SANITIZE={sanitizer}"]
     configure += [f"-DPython_EXECUTABLE={sys.executable}", "-DCMAKE_BUILD_TYPE=Debug", "-DMOEEDGE_WERROR=ON"]
     for command in (configure, ["cmake", "--build", str(folder), "--parallel", "2"]):
-        result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=900)
         output = result.stdout + result.stderr
         if "pip could not fetch" in output:
             pytest.skip("llama.cpp's headers cannot be fetched here")
