@@ -233,22 +233,25 @@ def kernels() -> Iterator[Finding]:
         yield Finding("AMX", "info", "off: llama.cpp's AMX kernels fail as they are compiled here; others compute")
     tested = compute.kernels()
     best: dict[str, compute.Kernel] = {}
-    for kernel in tested:  # the newest instructions first; those of attention may have the bits of prompts alone
-        known = best.get(kernel.layout)
-        if kernel.is_equal and (known is None or known.several_speed == 0 < kernel.several_speed):
-            best[kernel.layout] = kernel
+    for kernel in tested:  # the newest instructions first
+        if kernel.is_equal:
+            best.setdefault(kernel.layout, kernel)
     if not best:
         yield Finding("kernels", "info", "llama.cpp's own compute experts: none of ours has its bits here")
         return
     instructions = ", ".join(dict.fromkeys(kernel.instructions for kernel in best.values()))
     differing = len({kernel.layout for kernel in tested}) - len(best)
-    attention = best.pop(compute.ATTENTION, None)
+    best.pop(compute.ATTENTION, None)
+    attention = [kernel for kernel in tested if kernel.is_equal and kernel.layout == compute.ATTENTION]
     gains = [max(kernel.single_speed, kernel.several_speed) for kernel in best.values()]
     used = sum(gain > 1 for gain in gains)
     text = f"ours ({instructions}) for {used} of {len(best)} weight layouts"
     text += f", up to {max(gains):.1f} x llama.cpp's" if used else ""
-    speeds = {"attention": attention.several_speed, "prompts' attention": attention.many_speed} if attention else {}
-    text += "".join(f"; {what} {speed:.1f} x" for what, speed in speeds.items() if speed > 1)
+    for what, speeds in (
+        ("attention", [kernel.several_speed for kernel in attention]),
+        ("prompts' attention", [kernel.many_speed for kernel in attention]),
+    ):
+        text += f"; {what} {max(speeds):.1f} x" if max(speeds, default=0) > 1 else ""
     yield Finding("kernels", "ok", text + (f"; {differing} not used: other bits" if differing else ""))
 
 

@@ -73,7 +73,7 @@ def test_sums_of_floats_have_the_order_of_ggmls_build(layout: str) -> None:
         names -= {"avx512bf16"}  # of few tokens where ggml was built for AVX512-FP16, which comes with BF16
     assert names == {expected}
     assert any(kernel.several_speed > 0 for kernel in equal)
-    assert all(kernel.many_speed > 0 for kernel in equal)
+    assert any(kernel.many_speed > 0 for kernel in equal)
 
 
 @pytest.fixture

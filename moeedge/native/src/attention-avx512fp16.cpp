@@ -51,7 +51,7 @@ struct simd_fp16 : simd {
 } // namespace
 
 attention_kernels avx512fp16_attention() {
-    return kernels_of_attention<simd_fp16>();
+    return { nullptr, attention_of_few<simd_fp16>, merge_attention }; // prompts are rounded as elsewhere
 }
 
 } // namespace moeedge

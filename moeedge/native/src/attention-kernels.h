@@ -52,8 +52,8 @@ struct attention_parts {
 };
 
 struct attention_kernels {
-    void (*tile)(const attention_tile &); // null: there are no kernels
-    void (*few)(const few_attention &);
+    void (*tile)(const attention_tile &); // null: there is none for prompts
+    void (*few)(const few_attention &);   // null: there are no kernels
     void (*merge)(const attention_parts &);
 };
 

@@ -256,7 +256,7 @@ double attention_speed(size_t i, bool of_prompt) {
     static std::deque<std::array<check, 2>> checks(runnable_sets().size());
     check &                                 found = checks[i][of_prompt];
     const attention_kernels &               ours  = runnable_sets()[i].attention;
-    std::call_once(found.once, [&] { found.speed = ours.tile == nullptr ? 0 : of_prompt ? prompt_speed(ours) : few_speed(ours); });
+    std::call_once(found.once, [&] { found.speed = of_prompt ? (ours.tile ? prompt_speed(ours) : 0) : ours.few ? few_speed(ours) : 0; });
     return found.speed;
 }
 

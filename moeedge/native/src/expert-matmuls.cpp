@@ -308,7 +308,7 @@ int expert_matmuls::add_other(const ggml_cgraph * graph, int i) {
         add_node(router.out, run<router_weights>, &routers.emplace_back(router));
         return router.i_end;
     }
-    if (const attention_kernels kernels = choose_attention(node, n_threads); kernels.tile) {
+    if (const attention_kernels kernels = choose_attention(node, n_threads); kernels.few) {
         add_node(node, run<attention_node>, &attentions.emplace_back(node, kernels, head_parts, n_threads));
         return i + 1;
     }

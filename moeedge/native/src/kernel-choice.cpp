@@ -308,7 +308,7 @@ int read_kernels(moeedge_kernel * out, int n_max) {
     }
     for (size_t i = 0; i < runnable_sets().size(); i++) {
         const double few = attention_speed(i, false), prompt = attention_speed(i, true);
-        if (runnable_sets()[i].attention.tile && add(runnable_sets()[i].first->instructions, "attention", few > 0 || prompt > 0)) {
+        if (runnable_sets()[i].attention.few && add(runnable_sets()[i].first->instructions, "attention", few > 0 || prompt > 0)) {
             out[n - 1].several_speed = few;
             out[n - 1].many_speed    = prompt;
         }
