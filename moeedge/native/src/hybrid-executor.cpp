@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <numeric>
+#include <tuple>
 
 #include "ggml-impl.h"
 #include "moe-blocks.h"
@@ -186,8 +187,9 @@ bool hybrid_executor::is_timed_alone() {
     return cache->is_timing.load() && cache->device().is_async && n_computed++ % n_blocks_per_timing == 0;
 }
 
+// Not stable_sort, here and in plans: GCC 12's calls a deprecated function of its own, which clang 19 warns of.
 void hybrid_executor::sort_by_expert(index_list & pairs) const {
-    std::stable_sort(pairs.begin(), pairs.end(), [this](int32_t a, int32_t b) { return experts[a] < experts[b]; });
+    std::sort(pairs.begin(), pairs.end(), [this](int32_t a, int32_t b) { return std::tie(experts[a], a) < std::tie(experts[b], b); });
 }
 
 // Sorts pairs that a device does not take at once, so that piece_end can keep an expert's together.

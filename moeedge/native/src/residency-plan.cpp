@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <tuple>
 
 #include "residency-table.h"
 
@@ -39,7 +40,7 @@ bool residency_table::sort_plan(const int32_t * uploads, const uint8_t * priorit
         if (asked[flat_id] != n_plans) {
             asked[flat_id] = n_plans;
             const uint8_t below = std::min<uint8_t>(priority[i], ahead_priority - 1);
-            out.queues[group_of[layer_of(flat_id)]].push_back({ flat_id, below });
+            out.queues[group_of[layer_of(flat_id)]].push_back({ flat_id, below, i });
         }
     }
     for (int i = 0; i < victims.n; i++) {
@@ -53,12 +54,12 @@ bool residency_table::sort_plan(const int32_t * uploads, const uint8_t * priorit
         }
     }
     const auto comes_first = [this](const queued & a, const queued & b) {
-        return a.priority != b.priority ? a.priority > b.priority : layer_of(a.flat_id) < layer_of(b.flat_id);
+        return std::make_tuple(-a.priority, layer_of(a.flat_id), a.rank) < std::make_tuple(-b.priority, layer_of(b.flat_id), b.rank);
     };
     for (size_t g = 0; g < groups.size(); g++) {
         std::vector<queued> & queue = out.queues[g];
         if (!std::is_sorted(queue.begin(), queue.end(), comes_first)) { // policies give it sorted
-            std::stable_sort(queue.begin(), queue.end(), comes_first);
+            std::sort(queue.begin(), queue.end(), comes_first);
         }
         std::make_heap(out.victims[g].begin(), out.victims[g].end());
     }

@@ -129,6 +129,7 @@ class residency_table {
     struct queued {
         int32_t flat_id;
         uint8_t priority;
+        int32_t rank = 0; // in the plan, for equal priorities in a layer
     };
     struct victim {
         int32_t flat_id;
