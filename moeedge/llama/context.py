@@ -150,8 +150,7 @@ class Context(Closing):
         info = self.model.info
         if info.n_experts == 0:
             return None
-        # attached with scope NONE, so that llama.cpp decides on flash attention as without our backend
-        return native.Sensor(info.n_layers, info.n_experts, info.n_expert_used, self.n_ubatch, native.OffloadScope.NONE)
+        return native.Sensor(info.n_layers, info.n_experts, info.n_expert_used, self.n_ubatch)
 
     def set_mode(self, mode: Mode) -> None:
         """Sets what our backend computes from the next decode on: no operations in "stock", nor for a dense model."""

@@ -69,20 +69,19 @@ class Instance:
 
 
 class Sensor(Instance):
-    """The sensor of the llama.cpp context that the calling thread made last, whose offload scope it sets.
+    """The sensor of the llama.cpp context that the calling thread made last.
 
     n_ubatch: the most tokens that one graph computes. Raises BackendError where our backend has no such context.
     """
 
-    def __init__(self, n_layers: int, n_experts: int, n_used: int, n_ubatch: int, scope: OffloadScope) -> None:
+    def __init__(self, n_layers: int, n_experts: int, n_used: int, n_ubatch: int) -> None:
         super().__init__(newest_instance())
         if self.instance == 0:
             raise BackendError(
                 "moeedge's backend is not part of this context.", "Call moeedge.native.attach() before making it."
             )
-        self.n_layers, self.n_experts, self.n_used, self.n_tokens_max = n_layers, n_experts, n_used, n_ubatch
+        self.n_layers, self.n_experts, self.n_used = n_layers, n_experts, n_used
         _check(self._library.moeedge_instance_configure(self.instance, n_layers, n_experts, n_used, n_ubatch))
-        self.set_offload_scope(scope)
         self._counts = np.zeros((self.n_layers, self.n_experts), dtype=np.uint32)
         self._counts_address = self._counts.ctypes.data
         self._frames = (abi.FrameStruct * MAX_FRAMES)()

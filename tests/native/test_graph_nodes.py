@@ -98,7 +98,7 @@ def test_values_that_many_paths_reach_are_recognised_as_fast_as_others() -> None
     library.start()
     types = [c_void_p, c_char_p]
     backend = call("ggml_backend_dev_init", c_void_p, types, find_device("MOEEDGE"), None)
-    Sensor(1, 1, 1, 1, OffloadScope.MOE)
+    Sensor(1, 1, 1, 1).set_offload_scope(OffloadScope.MOE)
     device = call("ggml_backend_get_device", c_void_p, [c_void_p], backend)
     context = new_context()
     scaled = squared = call("ggml_new_tensor_1d", c_void_p, [c_void_p, c_int, c_int64], context, 0, 8)

@@ -187,7 +187,7 @@ def test_sensor_needs_a_context_of_this_thread() -> None:
 
     def work() -> None:
         try:
-            Sensor(3, 16, 4, 256, OffloadScope.NONE)
+            Sensor(3, 16, 4, 256)
         except BackendError as error:
             outcome.append(error)
 

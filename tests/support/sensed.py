@@ -36,6 +36,6 @@ def sensed_context(
     library.start()
     context = StockContext(path, n_ubatch=n_ubatch, **options)
     shape = [model_number(context, key) for key in ("block_count", "expert_count")]
-    sensor = Sensor(*shape, experts_used(path), n_ubatch, OffloadScope.NONE)
+    sensor = Sensor(*shape, experts_used(path), n_ubatch)
     sensor.set_offload_scope(scope)
     return context, sensor
