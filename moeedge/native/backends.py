@@ -23,7 +23,7 @@ from typing import Any
 
 from moeedge.errors import BackendError, BackendFileError, VersionMismatchError
 from moeedge.native.abi import OffloadScope, c_field, c_struct, from_c
-from moeedge.native.library import ggml, ggml_functions, installed_api_version, llama_cpp, load
+from moeedge.native.library import ggml_functions, installed_api_version, llama_cpp, load
 
 _MACOS = platform.system() == "Darwin"
 _ELF64_LITTLE_ENDIAN = b"\x7fELF\x02\x01"
@@ -209,7 +209,7 @@ def _load(file: Path) -> LoadedBackend:
     registry = function()
     if not registry:
         raise _no_device(file)
-    api_version, expected = c_int.from_address(registry).value, installed_api_version(ggml())  # its first member
+    api_version, expected = c_int.from_address(registry).value, installed_api_version()  # its first member
     if api_version != expected:
         raise BackendFileError(
             f"{file} was built for ggml's backend API {api_version}, and llama.cpp here has {expected}.", _SAME_BUILD
@@ -272,7 +272,6 @@ def _check_ggml(file: Path, content: SharedLibrary) -> bool:
 
 def _open(file: Path) -> ctypes.CDLL:
     """The loaded library: its libggml-base.so.0 is the one that llama_cpp has loaded, by its soname."""
-    ggml()
     try:
         return ctypes.CDLL(str(file))
     except OSError as error:
@@ -288,7 +287,7 @@ def _open(file: Path) -> ctypes.CDLL:
 def _check_one_ggml(file: Path, library: ctypes.CDLL) -> None:
     """A backend must call the ggml of this process. Raises BackendFileError where it brought a second one."""
     theirs = getattr(library, _ANY_OF_BASE, None)  # looked up in the libraries that it needs, too
-    ours = getattr(ggml(), _ANY_OF_BASE)
+    ours = getattr(ggml_functions(), _ANY_OF_BASE)
     if theirs is not None and ctypes.cast(theirs, c_void_p).value != ctypes.cast(ours, c_void_p).value:
         raise BackendFileError(f"{file} brings a ggml of its own instead of using llama.cpp's.", _SAME_BUILD)
 

@@ -49,19 +49,6 @@ def llama_cpp() -> Any:
 
 
 @cache
-def ggml() -> ctypes.CDLL:
-    """The ggml library that llama_cpp has loaded."""
-    folder = Path(llama_cpp().__file__).parent / "lib"
-    for name in ("libggml.so.0", "libggml.so", "libggml.dylib"):
-        try:
-            # by soname first: that names the copy in this process, not another one on disk
-            return ctypes.CDLL(name if name.endswith(".0") else str(folder / name))
-        except OSError:
-            continue
-    raise BackendError("llama-cpp-python's ggml library was not found.", "Install llama-cpp-python again.")
-
-
-@cache
 def ggml_functions() -> Any:
     """Those functions of the libggml that llama_cpp has loaded whose signatures abi.py has; objects are addresses."""
     # a handle of its own: a function's signature is that of its handle
@@ -79,8 +66,7 @@ def ggml_function(name: str, result: Any, *arguments: Any) -> Any:
 @cache
 def load() -> ctypes.CDLL:
     """Load the native library. Raises BackendError, and VersionMismatchError where it is for another llama.cpp."""
-    llama_cpp()
-    ggml_library = ggml()
+    llama_cpp()  # whose ggml ours is linked against
     try:
         library = ctypes.CDLL(str(library_path()))
     except OSError as error:
@@ -102,7 +88,7 @@ def load() -> ctypes.CDLL:
             f"moeedge was compiled for llama-cpp-python {compiled_for}, but {installed} is installed.",
             f"Run pip install llama-cpp-python=={compiled_for}, or install moeedge again.",
         )
-    compiled_api, installed_api = library.moeedge_backend_api_version(), installed_api_version(ggml_library)
+    compiled_api, installed_api = library.moeedge_backend_api_version(), installed_api_version()
     if compiled_api != installed_api:
         raise VersionMismatchError(
             f"moeedge was compiled for ggml's backend API {compiled_api}, but llama.cpp here has {installed_api}.",
@@ -122,11 +108,9 @@ def errors_for_aborts() -> Iterator[None]:
         library.moeedge_throw_on_abort(before)
 
 
-def installed_api_version(ggml: ctypes.CDLL) -> int:
-    """The backend API version that the first registered backend of this ggml states."""
-    ggml.ggml_backend_reg_get.restype = ctypes.POINTER(ctypes.c_int)  # the first member of struct ggml_backend_reg
-    ggml.ggml_backend_reg_get.argtypes = [ctypes.c_size_t]
-    return int(ggml.ggml_backend_reg_get(0)[0])
+def installed_api_version() -> int:
+    """The backend API version that the first registered backend of llama.cpp's ggml states, in its first member."""
+    return int(ggml_function("ggml_backend_reg_get", ctypes.POINTER(ctypes.c_int), ctypes.c_size_t)(0)[0])
 
 
 def newest_instance() -> int:

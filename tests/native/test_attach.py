@@ -71,8 +71,8 @@ def test_another_llama_cpp_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_another_backend_api_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled_for = native.load().moeedge_backend_api_version()
-    assert native.library.installed_api_version(native.library.ggml()) == compiled_for
-    monkeypatch.setattr(native.library, "installed_api_version", lambda ggml: compiled_for + 1)
+    assert native.library.installed_api_version() == compiled_for
+    monkeypatch.setattr(native.library, "installed_api_version", lambda: compiled_for + 1)
     with pytest.raises(VersionMismatchError, match=f"API {compiled_for}.* has {compiled_for + 1}"):
         native.load.__wrapped__()
 

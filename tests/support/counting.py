@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.native.library import ggml, keep_activations_near
+from moeedge.native.library import ggml_function, keep_activations_near
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "tests" / "native" / "counting_device"
@@ -134,11 +134,7 @@ class Unavailable(Exception):
 class CountingDevice:
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._ggml = ggml()
-        self._ggml.ggml_backend_load.restype = ctypes.c_void_p
-        self._ggml.ggml_backend_load.argtypes = [ctypes.c_char_p]
-        self._ggml.ggml_backend_unload.argtypes = [ctypes.c_void_p]
-        self._registry = self._ggml.ggml_backend_load(str(path).encode())
+        self._registry = ggml_function("ggml_backend_load", ctypes.c_void_p, ctypes.c_char_p)(str(path).encode())
         assert self._registry, f"ggml cannot load {path}"
         self._library = ctypes.CDLL(str(path))
         self._library.counting_set.argtypes = [ctypes.c_char_p, ctypes.c_int64]
@@ -152,7 +148,7 @@ class CountingDevice:
     def unregister(self) -> None:
         """Takes the device from ggml's list, and its pinned memory from later contexts; those on it must be closed."""
         keep_activations_near(None)
-        self._ggml.ggml_backend_unload(self._registry)
+        ggml_function("ggml_backend_unload", None, ctypes.c_void_p)(self._registry)
 
     def set(self, name: str, value: int) -> None:
         """Changes a setting of counting-device.h."""
