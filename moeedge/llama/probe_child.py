@@ -27,11 +27,9 @@ _BYTES_PER_CPU_S = 1 << 29  # of a dense model, in the slowest types
 
 def main(path: str) -> int:
     """The exit code."""
-    wanted = ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_CPU, CPU_S), (resource.RLIMIT_DATA, MEMORY_BYTES))
-    for kind, limit in wanted:
-        hard = resource.getrlimit(kind)[1]
-        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-        resource.setrlimit(kind, (limit, hard))
+    _limit(resource.RLIMIT_CORE, 0)
+    _limit(resource.RLIMIT_CPU, CPU_S)
+    _limit(resource.RLIMIT_DATA, MEMORY_BYTES)
 
     import llama_cpp.llama_cpp as lib
 
@@ -63,23 +61,25 @@ def main(path: str) -> int:
     return 0
 
 
+def _limit(kind: int, value: int) -> None:
+    """Sets a limit of this process, as far as one that holds already allows it."""
+    hard = resource.getrlimit(kind)[1]
+    resource.setrlimit(kind, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
+
+
 def _decode(lib: Any, model: Any, context: Any, before: set[str]) -> None:
     """Decodes with zeros in the place of the files that llama.cpp has mapped since `before`."""
     if lib.llama_model_has_encoder(model):  # drafts, too, that decode a target's hidden states
         return
-    libc = ctypes.CDLL(None)
-    place, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-    libc.mmap.argtypes, libc.mmap.restype = [place, size, number, number, number, ctypes.c_long], place
-    libc.madvise.argtypes = [place, size, number]
+    from moeedge.native.mapping import libc
+
     for addresses in _shared_files() - before:
         start, end = (int(address, 16) for address in addresses.split("-"))
-        if libc.mmap(start, end - start, _READ, _ZEROS, -1, 0) != start:
+        if libc().mmap(start, end - start, _READ, _ZEROS, -1, 0) != start:
             return
-        libc.madvise(start, end - start, _HUGE_PAGES)
+        libc().madvise(start, end - start, _HUGE_PAGES)
     n_bytes = lib.llama_model_size(model)
-    limit, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    limit += n_bytes // _BYTES_PER_CPU_S
-    resource.setrlimit(resource.RLIMIT_CPU, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+    _limit(resource.RLIMIT_CPU, CPU_S + n_bytes // _BYTES_PER_CPU_S)
     tokens = (lib.llama_token * 2)(0, min(1, lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model)) - 1))
     for n in (2, 1) if n_bytes < _SMALL_BYTES else (1,):
         if lib.llama_decode(context, lib.llama_batch_get_one(tokens, n)):

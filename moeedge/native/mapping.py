@@ -93,7 +93,7 @@ def pages_of(mappings: Iterable[Mapped], ranges: Sequence[tuple[int, int]]) -> l
 def advise_normal(pages: Iterable[Mapped]) -> None:
     """Lets faults in pages of a file read ahead, which `map_lazily` has switched off."""
     for each in pages:
-        _libc().madvise(each.address, each.n_bytes, _NORMAL)
+        libc().madvise(each.address, each.n_bytes, _NORMAL)
 
 
 def lock_in_memory(pages: Iterable[Mapped]) -> int:
@@ -103,7 +103,7 @@ def lock_in_memory(pages: Iterable[Mapped]) -> int:
         address, end, piece_bytes = each.address, each.address + each.n_bytes, each.n_bytes
         while address < end:
             piece_bytes = min(piece_bytes, end - address)
-            if _libc().mlock(address, piece_bytes) == 0:
+            if libc().mlock(address, piece_bytes) == 0:
                 address += piece_bytes
                 n_locked += piece_bytes
             elif piece_bytes > _PAGE:
@@ -125,7 +125,7 @@ def give_own_memory(file: Path, version: FileVersion, pages: Iterable[Mapped]) -
     try:
         with ThreadPoolExecutor(N_READERS) as pool:
             for each in pages:
-                copy = _libc().mmap(
+                copy = libc().mmap(
                     None, each.n_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0
                 )
                 if copy == _FAILED:
@@ -136,11 +136,11 @@ def give_own_memory(file: Path, version: FileVersion, pages: Iterable[Mapped]) -
                         raise OSError(errno.ESTALE, "it was changed while it was being loaded")
                 except BaseException:
                     pool.shutdown(cancel_futures=True)  # no thread may read into memory that is not ours any more
-                    _libc().munmap(copy, each.n_bytes)
+                    libc().munmap(copy, each.n_bytes)
                     raise
-                _libc().mprotect(copy, each.n_bytes, mmap.PROT_READ)
+                libc().mprotect(copy, each.n_bytes, mmap.PROT_READ)
                 if not _move(copy, each):
-                    _libc().munmap(copy, each.n_bytes)
+                    libc().munmap(copy, each.n_bytes)
                     break
                 n_copied += each.n_bytes
         if hasattr(os, "posix_fadvise"):  # of what was mapped, or read where the file system has no direct reads
@@ -153,7 +153,7 @@ def give_own_memory(file: Path, version: FileVersion, pages: Iterable[Mapped]) -
 def _move(copy: int, to: Mapped) -> bool:
     """Puts memory in the place of mapped pages."""
     try:
-        return bool(_libc().mremap(copy, to.n_bytes, to.n_bytes, _MOVE, ctypes.c_void_p(to.address)) == to.address)
+        return bool(libc().mremap(copy, to.n_bytes, to.n_bytes, _MOVE, ctypes.c_void_p(to.address)) == to.address)
     except AttributeError:  # not Linux
         return False
 
@@ -192,7 +192,8 @@ def open_direct(file: Path) -> tuple[int, bool]:
 
 
 @cache
-def _libc() -> Any:
+def libc() -> Any:
+    """The C library's functions for memory; an array or structure is an address."""
     library = ctypes.CDLL(None)
     place, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     signatures: dict[tuple[Any, ...], str] = {

@@ -196,7 +196,7 @@ def limit_locks(monkeypatch: pytest.MonkeyPatch, left_bytes: int) -> None:
         left_bytes -= n_bytes
         return 0
 
-    monkeypatch.setattr(mapping._libc(), "mlock", mlock)
+    monkeypatch.setattr(mapping.libc(), "mlock", mlock)
 
 
 @pytest.mark.parametrize("has_room", [True, False])
@@ -227,7 +227,7 @@ def test_no_thread_reads_into_memory_that_was_freed(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(mapping, "PIECE_BYTES", PAGE)
     monkeypatch.setattr(mapping, "_read_piece", read)
-    monkeypatch.setattr(mapping._libc(), "munmap", lambda *_memory: events.append("freed"))
+    monkeypatch.setattr(mapping.libc(), "munmap", lambda *_memory: events.append("freed"))
     with pytest.raises(OSError, match="Input/output"):
         mapping.give_own_memory(file, mapping.FileVersion.of(file), [mapping.Mapped(0, 0, 4 * PAGE)])
     assert events.count("freed") == 1 and events[-1] == "freed"
