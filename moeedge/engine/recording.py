@@ -241,13 +241,8 @@ def check_layer(layer: int, n_layers: int) -> int:
 
 def describe_layers(layers: list[int]) -> str:
     """A list of layers as text: "1-26" or "0, 2, 4-6"."""
-    parts: list[str] = []
-    start = 0
-    for i, layer in enumerate(layers):
-        if i + 1 == len(layers) or layers[i + 1] != layer + 1:
-            parts.append(str(layer) if start == i else f"{layers[start]}-{layer}")
-            start = i + 1
-    return ", ".join(parts)
+    runs = np.split(np.asarray(layers), np.flatnonzero(np.diff(layers) != 1) + 1) if layers else []
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def unseen_layers(session: Session) -> str:

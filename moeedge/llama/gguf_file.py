@@ -21,6 +21,7 @@ from moeedge.llama import library
 from moeedge.llama.settings import LoraAdapter
 from moeedge.native.cache import ExpertTensor
 from moeedge.native.library import load
+from moeedge.native.mapping import FileVersion
 
 MAGIC = b"GGUF"
 _ROUTER = re.compile(r"^blk\.(\d+)\.ffn_gate_inp\.weight$")
@@ -143,13 +144,11 @@ def read_experts_used(path: Path) -> tuple[str, list[int]]:
 def read_tensors(path: Path) -> list[GgufTensor]:
     """All tensors of one file in its order, parsed again when it has changed. Raises ModelFileError."""
     check_readable(path)
-    status = path.stat()
-    return list(_parse_tensors(path, (status.st_ino, status.st_size, status.st_mtime_ns)))
+    return list(_parse_tensors(path, FileVersion.of(path)))
 
 
 @lru_cache(maxsize=64)  # a start asks several times, and a large vocabulary takes long
-def _parse_tensors(path: Path, _identity: tuple[int, int, int]) -> tuple[GgufTensor, ...]:
-    """All tensors; _identity: changes with the file."""
+def _parse_tensors(path: Path, _version: FileVersion) -> tuple[GgufTensor, ...]:
     with _open_header(path) as (ggml, header):
         start = ggml.gguf_get_data_offset(header)
         return tuple(

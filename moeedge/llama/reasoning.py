@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Set
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from moeedge.errors import MoeedgeError
 from moeedge.records import figure
@@ -14,10 +14,7 @@ if TYPE_CHECKING:
     from moeedge.llama.text import BuiltinFormat, ChatFormat
 
 Think = Literal["auto", "on", "off", "low", "medium", "high"]
-THINK_WORDS: dict[str, Think] = {
-    **{"auto": "auto", "on": "on", "off": "off", "low": "low", "medium": "medium", "high": "high"},
-    **{"true": "on", "false": "off"},
-}
+THINK_WORDS: dict[str, Think] = {**{word: word for word in get_args(Think)}, "true": "on", "false": "off"}
 _SWITCHES = ("enable_thinking", "thinking")
 _EFFORT = "reasoning_effort"
 
