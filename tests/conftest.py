@@ -120,6 +120,15 @@ def tiny_draft(tiny: TinyFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def model(tiny_moe: Path) -> Iterator[Any]:
+    """The `Model` of `tiny_moe`: shape and vocabulary, without weights."""
+    from moeedge.llama.model import Model
+
+    with Model.load(tiny_moe, header_only=True) as loaded:
+        yield loaded
+
+
+@pytest.fixture(scope="session")
 def bundled_pair() -> tuple[Path, Path]:
     """The bundled target and draft; skips where the installation has none."""
     try:

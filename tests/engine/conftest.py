@@ -9,7 +9,6 @@ import pytest
 
 from moeedge.engine.session import Session
 from moeedge.llama import library
-from moeedge.llama.model import Model
 from moeedge.native import compute as decoding
 from tests.support.hybrid import assert_greedy
 from tests.support.stock import StockContext
@@ -21,13 +20,6 @@ Check = Callable[[Session, list[int], list[int]], None]
 def pair(tiny_moe: Path, tiny_draft: Path) -> tuple[Path, Path]:
     """A target, and a draft model of it."""
     return tiny_moe, tiny_draft
-
-
-@pytest.fixture(scope="session")
-def model(tiny_moe: Path) -> Iterator[Model]:
-    """The target's header: shape and vocabulary."""
-    with Model.load(tiny_moe, header_only=True) as loaded:
-        yield loaded
 
 
 @pytest.fixture

@@ -22,10 +22,9 @@ from tests.support.hybrid import greedy_answer, hybrid_config
 
 
 @pytest.fixture
-def info(tiny_moe: Path) -> ModelInfo:
+def info(model: Model) -> ModelInfo:
     """16 experts, 4 per token."""
-    with Model.load(tiny_moe, header_only=True) as model:
-        return model.info
+    return model.info
 
 
 @pytest.mark.parametrize(

@@ -338,6 +338,8 @@ def test_greedy_acceptance_stops_at_the_first_difference() -> None:
     assert sampler.accept(logits, [1, 2, 3], proposals, [0]) == (3, 4)
     assert sampler.accept(logits, [1, 0, 3], proposals, [0]) == (1, 2)
     assert sampler.accept(logits[:1], [], [], [0]) == (0, 1)
+    penalized = Sampler(SamplingConfig(temperature=0, repeat_penalty=4.0), 5)
+    assert penalized.accept(logits[[0, 0]] + 0.5, [1, 1], proposals, [0]) == (1, 2), "the draft before it counts"
 
 
 @pytest.mark.parametrize(("n_draws", "tolerance"), [(4000, 0.03), pytest.param(20_000, 0.02, marks=pytest.mark.slow)])

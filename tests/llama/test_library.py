@@ -37,7 +37,3 @@ def test_nothing_is_printed_by_default(capfd: pytest.CaptureFixture[str]) -> Non
     _on_log(ERROR, b"failed\n", None)
     library.clear_errors()
     assert capfd.readouterr() == ("", "")
-
-
-def test_threads_default_to_available_cores() -> None:
-    assert 1 <= library.physical_cores() <= 4096
