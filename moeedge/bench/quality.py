@@ -11,7 +11,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from operator import attrgetter
 from statistics import fmean
 
@@ -22,6 +21,7 @@ from moeedge.bench.samples import Sample, Samples, answer_scores, grouped, mean_
 from moeedge.data.prompts import Dataset, EvaluationText
 from moeedge.errors import InputError
 from moeedge.llama.context import Context
+from moeedge.llama.sequence import n_common
 from moeedge.native.abi import Phase
 from moeedge.records import derived, figure, filled
 from moeedge.run import Run
@@ -33,11 +33,6 @@ NEAR_TIE_GAP = 0.05
 
 # (reference's sample, position) -> float32 [n_vocab], its logits after `position` tokens of its answer
 LogitsAt = Callable[[Sample, int], NDArray[np.float32]]
-
-
-def n_common(reference: Sequence[int], tokens: Sequence[int]) -> int:
-    """Returns the number of tokens before the first difference."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(reference, tokens, strict=False)))
 
 
 def logits_in(context: Context) -> LogitsAt:

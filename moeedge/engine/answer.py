@@ -13,7 +13,7 @@ from functools import cached_property, partial
 from moeedge.engine.speculative import SpeculativeLoop, TextState
 from moeedge.engine.types import GenerationStats, SamplingConfig, StopReason
 from moeedge.llama.reasoning import ReasoningTags, n_begun
-from moeedge.llama.sequence import Cancelled, ContextSequence
+from moeedge.llama.sequence import Cancelled, ContextSequence, n_common
 from moeedge.scheduler.stats import StepRecord
 
 
@@ -306,7 +306,7 @@ class ParallelGeneration:
         loop, index = self._loop, self._waiting[0]
         answer = self.answers[index]
         state = answer.state
-        sequence = max(free, key=lambda each: each.n_common(state.history))
+        sequence = max(free, key=lambda each: n_common(each.tokens, state.history))
         loop.place(state, sequence.index)
         self._active[self._waiting.popleft()] = answer
         loop.texts = [each.state for each in self._active.values()]

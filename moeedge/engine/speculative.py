@@ -20,7 +20,7 @@ from moeedge.engine.drafts import DraftRequest, DraftSource, NgramDraft, Proposa
 from moeedge.engine.sampling import Sampler
 from moeedge.errors import DeviceFailedError, EngineError
 from moeedge.llama.context import Context
-from moeedge.llama.sequence import BatchPart, Cancelled, ContextSequence
+from moeedge.llama.sequence import BatchPart, Cancelled, ContextSequence, n_common
 from moeedge.native.abi import Phase
 from moeedge.native.sensor import Counts
 from moeedge.run import Run
@@ -149,7 +149,6 @@ class SpeculativeLoop:
         [record] = self._step([gamma], proposal)
         record.choice = choice
         n_compared = min(len(copied.tokens), len(record.tokens))
-        n_equal = next((i for i in range(n_compared) if copied.tokens[i] != record.tokens[i]), n_compared)
         self.governor.observe(
             StepCost(
                 n_drafted=record.n_drafted,
@@ -160,7 +159,7 @@ class SpeculativeLoop:
                 by_ngrams=by_ngrams,
                 confidences=[] if by_ngrams else record.confidences,
                 ngram_confidences=copied.confidences[:n_compared],
-                ngram_accepted=n_equal,
+                ngram_accepted=n_common(copied.tokens, record.tokens),
             )
         )
         return [record]

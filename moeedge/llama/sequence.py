@@ -100,6 +100,12 @@ class TokenBatch:
                 self._positions[n : 4 * n] = [*self._positions[:n], *self._positions[:n], *bytes(n)]
 
 
+def n_common(tokens: Sequence[int], others: Sequence[int]) -> int:
+    """The number of tokens before the first difference."""
+    pairs = enumerate(zip(tokens, others, strict=False))
+    return next((i for i, (token, other) in pairs if token != other), min(len(tokens), len(others)))
+
+
 def _pointer(array: np.ndarray[Any, Any], kind: Any) -> Any:
     return ctypes.cast(array.ctypes.data, ctypes.POINTER(kind))
 
@@ -234,15 +240,10 @@ class ContextSequence:
         oldest_needed = max(0, n_keep - n_swa + 1)
         return n_swa == 0 or int(lib.llama_memory_seq_pos_min(self._memory, self.index)) <= oldest_needed
 
-    def n_common(self, tokens: Sequence[int]) -> int:
-        """Returns the length of the longest common prefix with `tokens`."""
-        pairs = enumerate(zip(self.tokens, tokens, strict=False))
-        return next((i for i, (held, token) in pairs if held != token), min(len(self.tokens), len(tokens)))
-
     def keep_prefix(self, tokens: Sequence[int]) -> int:
         """Trims to the longest common prefix with `tokens`; returns how many tokens remain in the cache."""
         self.resync()
-        self.trim(self.n_common(tokens))
+        self.trim(n_common(self.tokens, tokens))
         return len(self.tokens)
 
     def shift(self, n_keep: int, n_discard: int) -> None:
