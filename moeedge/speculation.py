@@ -66,6 +66,11 @@ def speed_up(
     return n_tokens / ((gamma * draft_s + verify_s + reject_s) / target_s)
 
 
+def speed_up_by_cost(gamma: int, acceptance: float, draft_cost: float) -> float:
+    """Speculative over plain decoding where T_V = T_T and draft_cost c = T_D / T_V (MoE-SpAc, section 2.1)."""
+    return expected_tokens(gamma, acceptance) / (gamma * draft_cost + 1)
+
+
 def target_efficiency(target_s: float, verify_s: float) -> float:
     """Time of a plain step over that of a verification, T_T(B, 1) / T_T(B, gamma) (MoESD, section 3.1)."""
     return target_s / verify_s
@@ -99,3 +104,8 @@ def expert_share_for(ratio: float, expert_ratio: float) -> float:
     """The f at which `verification_ratio` gives `ratio`; raises ValueError where expert_ratio is 1."""
     require(expert_ratio != 1, "an expert ratio of 1 says nothing about the share of experts")
     return (ratio - 1) / (expert_ratio - 1)
+
+
+def arithmetic_intensity(n_tokens: float, n_used: int, n_experts: int, n_shared: int = 0) -> float:
+    """Operations per loaded weight of a MoE layer, T * (k + S) / (N + S), all experts loaded (the production study)."""
+    return n_tokens * (n_used + n_shared) / (n_experts + n_shared)

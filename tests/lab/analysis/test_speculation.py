@@ -52,7 +52,7 @@ def test_speed_up_is_the_ratio_of_times_per_token(
 
 
 def test_the_two_papers_agree_where_a_verification_costs_a_plain_step() -> None:
-    by_cost = speculation.expected_tokens(4, 0.8) / (4 * 0.1 + 1)
+    by_cost = speculation.speed_up_by_cost(4, 0.8, 0.1)
     found = speculation.speed_up(
         speculation.expected_tokens(4, 0.8), 4, target_s=2.0, verify_s=2.0, draft_s=0.2, reject_s=0.0
     )
@@ -66,6 +66,8 @@ def test_amdahl_share_is_found_from_its_ratio(share: float, expert_ratio: float)
 
 
 def test_formulas_by_hand() -> None:
+    assert speculation.arithmetic_intensity(16, 8, 128) == 1.0
+    assert speculation.arithmetic_intensity(16, 8, 128, n_shared=2) == pytest.approx(160 / 130)
     # ln 0.05 / ln(1 - 8/64) = 22.4, ln 0.05 / ln(1 - 8/128) = 46.4; a dense model needs one token
     assert [published.full_activation_tokens(n_experts, 8) for n_experts in (64, 128, 8)] == [23, 47, 1]
     with pytest.raises(ValueError, match="share"):
