@@ -70,8 +70,7 @@ def budget(
         chosen = sorted(check_layers(session, parse_layers(layers or "all", info.n_layers)))
         parsed = parse_budgets(budgets, info.n_experts, info.n_expert_used)
         print_header(err, session.info, toy=paths.is_bundled(config.model))
-        with Interrupt() as interrupt, count_bar(err, "profiling", "prompts", 2 * len(prompts)) as bar:
-            interrupt.arm()
+        with Interrupt(armed=True) as interrupt, count_bar(err, "profiling", "prompts", 2 * len(prompts)) as bar:
             try:
                 within = Run(cancelled=interrupt, progress=bar)
                 analysis = analyse_budgets(session, prompts, chosen, parsed, **answers, run=within)

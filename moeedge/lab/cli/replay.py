@@ -180,13 +180,11 @@ def _inputs(
 
 def _policies(asked: Sequence[str]) -> tuple[str, ...]:
     """The names, without the bounds. Raises InputError."""
-    if "all" in asked:
-        return tuple(expand_names(asked))
     usable = [name for name in POLICIES | SIMULATED if name not in BOUNDS]
-    unknown = [name for name in asked if name not in usable and name not in BOUNDS]
-    if unknown:
+    wanted = [name for name in expand_names(asked) if name not in BOUNDS]
+    if unknown := [name for name in wanted if name not in usable]:
         raise InputError(f"Unknown policy {unknown[0]!r}.", f"Choose from: {', '.join(usable)}, or all.")
-    return tuple(name for name in asked if name not in BOUNDS)
+    return tuple(wanted)
 
 
 def _ranges(text: str | None, n_traces: int) -> list[slice]:

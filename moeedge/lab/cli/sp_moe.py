@@ -181,10 +181,9 @@ def pair(
     config = engine.config(placement.config())
     prompts, source = texts.load(bundled=paths.is_bundled(config.model))
     err, provenance = stderr_console(), as_dict(read_provenance(config.model))
-    with Session.open(config, run=Run(notifier(err))) as session, Interrupt() as interrupt:
+    with Session.open(config, run=Run(notifier(err))) as session, Interrupt(armed=True) as interrupt:
         if session.draft_context is None:
             raise InputError("There is no draft model to compare.", "Give one with -md.")
-        interrupt.arm()
         with count_bar(err, "profiling", "prompts", len(prompts)) as bar:
             run = Run(cancelled=interrupt, progress=bar)
             recording = record_routing(session, prompts, **texts.answers(), source=source, run=run)

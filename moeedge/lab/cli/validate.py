@@ -171,7 +171,7 @@ def measured(
     from moeedge.ui.console import notifier, stderr_console
 
     asked = [Combination(*values) for values in product(policy, cache_ratio, draft_max)]
-    for name in dict.fromkeys(combination.policy for combination in asked):
+    for name in policy:
         check_policy(PlacementConfig(policy=name))
     config = engine.config(emulate_bundled=True)
     if not read_summary(config.model).expert_layers:
