@@ -65,28 +65,24 @@ class LayerProfile:
     curves: RoutingCurves = figure("", prefix="")  # of the accepted tokens
     steps: int = figure("Decode or verification steps")
 
-    def score(self, predictor: str, sensor: Sensor, predicts: str) -> PredictorScore | None:
-        """The score of that predictor, None if there is none."""
+    def accuracy(self, sensor: Sensor, predicts: Horizon, predictor: str = HEADLINE) -> float | None:
+        """The accuracy of that predictor, None if there is none."""
         key = predictor, sensor, predicts
-        return next((each for each in self.scores if (each.predictor, each.sensor, each.predicts) == key), None)
-
-    def _accuracy(self, sensor: Sensor, predicts: Horizon) -> float | None:
-        score = self.score(HEADLINE, sensor, predicts)
-        return score.accuracy if score else None
+        return next((s.accuracy for s in self.scores if (s.predictor, s.sensor, s.predicts) == key), None)
 
     @derived("Accuracy of Algorithm 1 as printed, reading verification steps", key="hot_cold_accuracy.sd")
     def sd_accuracy(self) -> float | None:
-        return self._accuracy("sd", "step")
+        return self.accuracy("sd", "step")
 
     @derived("The same, reading tokens; for the next token without speculation", key="hot_cold_accuracy.ar")
     def ar_accuracy(self) -> float | None:
-        return self._accuracy("ar", "step" if self.speculative else "token")
+        return self.accuracy("ar", "step" if self.speculative else "token")
 
     step_cold_share: float | None = figure("Cold experts in the judged steps", key="hot_cold_accuracy.always_cold")
 
     @derived("As ar, for the next token", key="hot_cold_accuracy.ar_next_token")
     def next_token_accuracy(self) -> float | None:
-        return self._accuracy("ar", "token")
+        return self.accuracy("ar", "token")
 
     token_cold_share: float | None = figure("Of single tokens", key="hot_cold_accuracy.always_cold_next_token")
     scores: list[PredictorScore] = figure("All predictors", key="hot_cold_accuracy.predictors")

@@ -41,12 +41,6 @@ def uniform_overlap(n_experts: int, n_used: int) -> float:
     return n_used / n_experts
 
 
-def independence_overlap(p: FloatArray) -> float:
-    """Expected overlap under the measured popularity p [N]: (1/k) * sum_e p_e^2 with k = sum_e p_e; 0 if k is 0."""
-    n_used = float(p.sum())
-    return float(np.square(p).sum() / n_used) if n_used > 0 else 0.0
-
-
 def tokens_per_expert(n_experts: int, n_used: int, n_tokens: float) -> float:
     """Mean tokens of each expert in use, rho * t / (1 - (1 - rho)^t) (MoESD, Eq. 10)."""
     return n_tokens * n_used / uniform_unique(n_experts, n_used, n_tokens)
@@ -83,6 +77,13 @@ def empirical_overlap(ids: IntArray, n_experts: int, sequence: IntArray, lag: in
     return float((shared / n_used[valid]).mean())
 
 
+def entropy_bits(p: NDArray[np.floating]) -> FloatArray:
+    """Entropy of each row [..., N] in bits, after division by the row's sum, which need not be 1."""
+    share = p.astype(np.float64)
+    share = share / np.maximum(share.sum(axis=-1, keepdims=True), np.finfo(np.float64).tiny)
+    return np.asarray(-(share * np.log2(np.where(share > 0, share, 1.0))).sum(axis=-1))
+
+
 @dataclass(frozen=True)
 class Skew:
     """How unequal the popularity p_e of a layer's experts is; all 0 where no token was recorded."""
@@ -100,15 +101,13 @@ class Skew:
         total, unused = float(p.sum()), int(np.count_nonzero(p == 0))
         if total == 0:
             return cls(0.0, 0.0, 0.0, 0.0, 0.0, unused)
-        ordered, ranks = np.sort(p), np.arange(1, p.size + 1)
-        share = p[p > 0] / total
-        entropy_bits = float(-(share * np.log2(share)).sum())
+        ordered, ranks, entropy = np.sort(p), np.arange(1, p.size + 1), float(entropy_bits(p))
         n_hot = max(round(_HOT_SHARE * p.size), 1)
         return cls(
             top_ratio=float(p.max()) * p.size / n_used,
             gini=float(2.0 * (ranks * ordered).sum() / (p.size * total) - (p.size + 1) / p.size),
-            entropy_bits=entropy_bits,
-            effective_experts=float(2.0**entropy_bits),
+            entropy_bits=entropy,
+            effective_experts=2.0**entropy,
             hot_share=float(ordered[-n_hot:].sum() / total),
             unused=unused,
         )
@@ -139,7 +138,7 @@ class RoutingCurves:
             popularity=p,
             skew=Skew.of(p, n_used),
             overlap={j: empirical_overlap(ids, n_experts, sequence, lag=j) for j in DISTANCES},
-            overlap_independence=independence_overlap(p),
+            overlap_independence=float(np.square(p).sum() / p.sum()) if p.any() else 0.0,  # k = sum_e p_e
             overlap_uniform=uniform_overlap(n_experts, n_used),
             unique=unique_curve(ids, n_experts, BATCHES, sequence),
             unique_independence={b: independence_unique(p, b) for b in BATCHES},

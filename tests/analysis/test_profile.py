@@ -16,6 +16,7 @@ from moeedge.analysis import predictors
 from moeedge.analysis.predictors import Predictor, replay_scores, utility_curves
 from moeedge.analysis.profile import (
     GAMMAS,
+    HEADLINE,
     LayerProfile,
     complete_report,
     layer_curves,
@@ -139,11 +140,11 @@ def test_figures_of_a_layer_against_loops(gamma: int, gaps: bool) -> None:
             known = [[each for each in right[max(i - 15, 0) : i + 1] if each == each] for i in range(len(right))]
             smoothed = [statistics.fmean(each) if each else np.nan for each in known]
             np.testing.assert_allclose(profile.smoothed_accuracy, smoothed)
-    sd, ar = (profile.score("alg1-printed", sensor, "step") for sensor in ("sd", "ar"))  # type: ignore[arg-type]
-    next_token = profile.score("alg1-printed", "ar", "token")
-    assert next_token is not None and profile.next_token_accuracy == next_token.accuracy
-    assert profile.sd_accuracy == (sd.accuracy if sd else None)
-    assert profile.ar_accuracy == (ar.accuracy if ar else next_token.accuracy)
+    of_alg1 = {(each.sensor, each.predicts): each.accuracy for each in profile.scores if each.predictor == HEADLINE}
+    next_token = of_alg1["ar", "token"]
+    assert next_token is not None and profile.next_token_accuracy == next_token
+    assert profile.sd_accuracy == of_alg1.get(("sd", "step"))
+    assert profile.ar_accuracy == of_alg1.get(("ar", "step"), next_token)
 
 
 def test_profiles_do_not_depend_on_their_neighbours() -> None:
@@ -259,8 +260,7 @@ def test_the_command_prints_the_figures_of_its_trace(tiny_moe: Path, tiny_draft:
 
 
 def _mean(profiles: list[LayerProfile], name: str) -> float:
-    scores = [profile.score(name, "sd", "step") for profile in profiles]
-    return float(np.mean([score.accuracy for score in scores if score is not None and score.accuracy is not None]))
+    return float(np.mean([profile.accuracy("sd", "step", name) or 0.0 for profile in profiles]))
 
 
 @pytest.mark.slow

@@ -71,6 +71,11 @@ def test_skew_by_hand() -> None:
     assert Skew.of(np.zeros(4), 1) == Skew(0.0, 0.0, 0.0, 0.0, 0.0, 4)
 
 
+def test_entropy_by_hand() -> None:
+    rows = np.array([[0.25, 0.25, 0.25, 0.25], [1.0, 0.0, 0.0, 0.0], [2.0, 2.0, 0.0, 0.0]])
+    np.testing.assert_allclose(routing_curves.entropy_bits(rows), [2.0, 0.0, 1.0])
+
+
 def test_persistence_by_hand() -> None:
     steady = np.array([[3, 0, 1], [3, 0, 1], [2, 0, 1]], dtype=np.uint16)
     none_first = np.array([True, False, False])

@@ -35,6 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeedge import paths
+from moeedge.analysis.routing_curves import entropy_bits
 from moeedge.bench.arms import load_models, open_arm
 from moeedge.bench.config import MODES, REFERENCE, BenchMode
 from moeedge.bench.experiment import BenchArm, Conversations
@@ -374,10 +375,3 @@ class _Sums:
             entropy_draft_bits=(self._entropy[0, layers] / seen).tolist(),
             entropy_target_bits=(self._entropy[1, layers] / seen).tolist(),
         )
-
-
-def entropy_bits(probabilities: NDArray[np.floating]) -> NDArray[np.float64]:
-    """Entropy of each row [..., N] in bits, after division by the row's sum, which is not 1 with sigmoid routers."""
-    share = probabilities.astype(np.float64)
-    share = share / np.maximum(share.sum(axis=-1, keepdims=True), np.finfo(np.float64).tiny)
-    return np.asarray(-(share * np.log2(np.where(share > 0, share, 1.0))).sum(axis=-1))

@@ -12,7 +12,7 @@ from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import EngineError
 from moeedge.lab.experiments import sp_moe
-from moeedge.lab.experiments.sp_moe import compare_pair, entropy_bits
+from moeedge.lab.experiments.sp_moe import compare_pair
 from moeedge.llama.context import Context
 from moeedge.native import Block
 from moeedge.native.abi import Phase
@@ -100,8 +100,3 @@ def test_pairs_that_cannot_be_compared(tiny_moe: Path, bundled_pair: tuple[Path,
         compare_pair(session, TEXTS, Run())
     with open_pair(*bundled_pair) as session, pytest.raises(EngineError, match="96 values and the target's 64"):
         compare_pair(session, TEXTS, Run())
-
-
-def test_entropy_by_hand() -> None:
-    rows = np.array([[0.25, 0.25, 0.25, 0.25], [1.0, 0.0, 0.0, 0.0], [2.0, 2.0, 0.0, 0.0]])
-    np.testing.assert_allclose(entropy_bits(rows), [2.0, 0.0, 1.0])
