@@ -54,8 +54,6 @@ class HotExpert:
 
 @dataclass(frozen=True, eq=False)  # arrays do not compare to one truth value
 class LayerProfile:
-    """Statistics of one layer."""
-
     layer: int
     n_experts: int
     n_used: int
@@ -321,8 +319,6 @@ def _profile_group(
 
 @dataclass(frozen=True, eq=False)  # arrays do not compare to one truth value
 class ModelProfile:
-    """A model's routing on some texts."""
-
     meta: TraceMeta
     layers: list[LayerProfile]  # those asked for, in detail
     curves: list[RoutingCurves] = figure("All layers with recorded experts", key="by_layer")

@@ -78,15 +78,14 @@ def analyse_budgets(
     *,
     n_predict: int,
     sampling: SamplingConfig,
-    raw: bool = False,
-    run: Run | None = None,
+    raw: bool,
+    run: Run,
 ) -> BudgetAnalysis:
     """Answers the prompts twice and analyses their verification batches.
 
     budgets: ascending. run: cancelled between steps it ends the analysis with what there is; its progress is in
     prompts, of both passes. Raises EngineError where no batch had drafts, or for a router of unknown kind.
     """
-    run = run or Run()
     reader = BatchReader(session, layers)
     tally = _RoutingTally(reader, prompts)
     skipped: list[str] = []
@@ -187,7 +186,6 @@ class BatchReader:
         return RoutedBatch(ids[rows], weights[rows], captured.rows[rows, :n_tokens], computed)
 
     def close(self) -> None:
-        """Ends the capture."""
         self._capture.close()
 
 
@@ -208,7 +206,6 @@ class _RoutingTally:
         self._pairs = np.zeros((n_layers, n_experts, n_experts), dtype=np.int64)
 
     def add(self, prompt: int, batch: RoutedBatch) -> None:
-        """Counts a batch of that prompt."""
         n_experts = batch.values.shape[-1]
         if not self.batches.any():
             self.router = infer_router(batch.values, batch.ids, batch.weights)
@@ -245,7 +242,6 @@ class _RoutingTally:
         return curves
 
     def pairs(self) -> list[CoActivation]:
-        """Of each layer."""
         tokens = int(self._tokens.sum())
         return [
             analyse_pairs(layer, counts, tokens, self._n_used)

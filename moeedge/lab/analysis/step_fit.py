@@ -160,8 +160,6 @@ class Acceptance:
 
 
 class DraftCount(NamedTuple):
-    """Drafts of one step."""
-
     n_asked: int  # at most gamma; fewer at the end of an answer
     n_drafted: int  # fewer where the draft model predicts the end of the text
     n_accepted: int

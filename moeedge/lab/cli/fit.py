@@ -172,7 +172,6 @@ def _print_parameters(report: FitReport, console: Console) -> None:
 
 
 def _print_speed_ups(report: FitReport, console: Console) -> None:
-    """Speed-ups by batch size and draft length."""
     gammas = dict.fromkeys(row.gamma for row in report.speed_ups)
     columns = [Column("batch size", 0), *value_columns([f"gamma {gamma}" for gamma in gammas], "")]
     rows = [

@@ -118,7 +118,6 @@ def _limit_share(row: RivalRow) -> float | None:
 
 
 def print_rivals(rows: Sequence[RivalRow], console: Console) -> None:
-    """The table, and the versions."""
     builds = {sample.rival: sample.build for row in rows for sample in row.samples if sample.build}
     for row in rows[:1]:
         print_table(console, columns(rows), rows, title=f"{row.model}, {row.threads} threads, {row.cpu}")

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 
 class System(str, Enum):
-    """Systems that can be ablated."""
-
     SP_MOE = "sp-moe"
 
 

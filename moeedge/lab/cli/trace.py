@@ -116,7 +116,6 @@ class TraceSummary:
 
 
 def summarize_trace(trace: Trace) -> TraceSummary:
-    """The figures of a trace."""
     import numpy as np
 
     from moeedge.analysis.routing_curves import empirical_overlap

@@ -40,8 +40,6 @@ validate = typer.Typer(
 
 
 class PaperPart(str, Enum):
-    """Parts of the papers that can be compared."""
-
     TABLE2 = "table2"
     TABLE3 = "table3"
     TABLE4 = "table4"
@@ -291,7 +289,6 @@ def _part_columns(*, in_ms: bool) -> list[Column]:
 
 
 def print_figures(figures: Sequence[PublishedCount], console: Console) -> None:
-    """The three figures side by side."""
     if figures:
         console.print()
         print_table(console, _FIGURE_COLUMNS, figures, title="What the calibration is worth")
