@@ -51,7 +51,6 @@ from moeedge.scheduler.stats import StepRecord
 
 ERROR_EVERY = 4  # verification batches: one of so many has its errors measured
 _NEAR_TIE = 1e-4  # of selection values
-_LAYERS_AT_ONCE = 8  # bounds the memory of all experts' outputs in float64
 
 
 @dataclass(frozen=True, eq=False)  # arrays do not compare to one truth value
@@ -121,7 +120,7 @@ def analyse_budgets(
         if batch.outputs is not None:
             selection = select(batch.values)
             _check_selection(selection, batch.ids)
-            measured.append(_errors(batch, selection, tally.router, budgets, tally.static_order(prompt)))
+            measured.append(layer_errors(batch, selection, tally.router, budgets, tally.static_order(prompt)))
 
     reader.compute_outputs = True
     answer(measure)
@@ -247,20 +246,6 @@ class _RoutingTally:
             analyse_pairs(layer, counts, tokens, self._n_used)
             for layer, counts in zip(self._layers, self._pairs, strict=True)
         ]
-
-
-def _errors(
-    batch: RoutedBatch, selection: FloatArray, router: Router, budgets: Sequence[int], static: Ids | None
-) -> NDArray[np.float64]:
-    """`layer_errors`, few layers at a time."""
-    assert batch.outputs is not None
-    measured = []
-    for start in range(0, len(selection), _LAYERS_AT_ONCE):
-        part = slice(start, start + _LAYERS_AT_ONCE)
-        routed = RoutedBatch(batch.ids[part], batch.weights[part], batch.values[part], batch.outputs[part])
-        order = None if static is None else static[part]
-        measured.append(layer_errors(routed, selection[part], router, budgets, order))
-    return np.concatenate(measured, axis=1)
 
 
 def _selection_of(model: Model, layers: Sequence[int]) -> Callable[[FloatArray], FloatArray]:

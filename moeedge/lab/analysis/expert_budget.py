@@ -231,30 +231,30 @@ def layer_errors(
     selection: the values that the top-k sorts [L, T, N]. static: calibrated orders [L, N]; without them NaN.
     """
     assert batch.outputs is not None
-    outputs = np.stack(batch.outputs)
-    probabilities = routing_probabilities(batch.values, router.kind)
-    full = moe_output(outputs, batch.ids, batch.weights)
-    norm = np.square(full).sum(axis=(-2, -1))
-    orders = [oracle_order(*part) for part in zip(outputs, batch.weights, batch.ids, strict=True)]
-    scores = {
-        "router": router_scores(probabilities),
-        "oracle": static_scores(np.stack(orders)),
-        "picks": pick_scores(probabilities, batch.ids),
-        "static": None if static is None else static_scores(static),
-    }
-    measured = np.full((2, len(outputs), len(VARIANTS), len(budgets)), np.nan)
-    for (i, (coverage, ranking)), (j, budget) in product(enumerate(VARIANTS), enumerate(budgets)):
-        ranked = scores[ranking]
-        if ranked is None:
-            continue
-        found = apply_budget(
-            selection, batch.ids, probabilities, budget, weights=batch.weights, coverage=coverage, scores=ranked
-        )
-        weights = found.weights
-        if weights is None:
-            is_natural = (found.ids == batch.ids).all(axis=-1, keepdims=True)  # as the model's own kernels round them
-            weights = np.where(is_natural, batch.weights, router.mixing.of(batch.values, found.ids))
-        distance = np.square(full - moe_output(outputs, found.ids, weights)).sum(axis=(-2, -1))
-        error = np.divide(distance, norm, out=np.zeros_like(norm), where=norm > 0.0)
-        measured[:, :, i, j] = error, found.kept_probability
+    measured = np.full((2, len(selection), len(VARIANTS), len(budgets)), np.nan)
+    orders = [None] * len(selection) if static is None else static
+    layers = zip(batch.outputs, batch.ids, batch.weights, batch.values, selection, orders, strict=True)
+    for layer, (outputs, ids, weights, values, sorted_values, order) in enumerate(layers):
+        probabilities = routing_probabilities(values, router.kind)
+        full = moe_output(outputs, ids, weights)
+        norm = np.square(full).sum()
+        scores = {
+            "router": router_scores(probabilities),
+            "oracle": static_scores(oracle_order(outputs, weights, ids)),
+            "picks": pick_scores(probabilities, ids),
+            "static": None if order is None else static_scores(order),
+        }
+        for (i, (coverage, ranking)), (j, budget) in product(enumerate(VARIANTS), enumerate(budgets)):
+            ranked = scores[ranking]
+            if ranked is None:
+                continue
+            found = apply_budget(
+                sorted_values, ids, probabilities, budget, weights=weights, coverage=coverage, scores=ranked
+            )
+            mixed = found.weights
+            if mixed is None:
+                is_natural = (found.ids == ids).all(axis=-1, keepdims=True)  # as the model's own kernels round them
+                mixed = np.where(is_natural, weights, router.mixing.of(values, found.ids))
+            distance = np.square(full - moe_output(outputs, found.ids, mixed)).sum()
+            measured[:, layer, i, j] = distance / norm if norm > 0.0 else 0.0, found.kept_probability
     return measured
