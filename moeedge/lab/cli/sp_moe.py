@@ -169,7 +169,7 @@ def pair(
     The target answers a few prompts; then both models read the texts (SP-MoE, Figures 2(c) and 7).
     """
     engine.limit_openmp_spin()
-    from moeedge.analysis.profile import profile_model
+    from moeedge.analysis.profile import layer_curves
     from moeedge.engine.recording import record_routing
     from moeedge.engine.session import Session
     from moeedge.hardware.provenance import read_provenance
@@ -190,14 +190,11 @@ def pair(
             similarity = compare_pair(session, recording.conversations, Run(cancelled=interrupt, progress=bar))
     if similarity is None:
         raise typer.Exit(interrupt.exit_code)
-    popularity = {
-        curves.layer: curves.skew.entropy_bits
-        for curves in profile_model(recording.trace, []).curves
-        if curves.layer in similarity.layers
-    }
-    record = asdict(similarity) | {"entropy_popularity_bits": [popularity.get(each) for each in similarity.layers]}
+    trace, rows = recording.trace, recording.trace.text_rows()
+    popularity = {layer: layer_curves(trace, layer, rows).skew.entropy_bits for layer in similarity.layers}
+    record = asdict(similarity) | {"entropy_popularity_bits": list(popularity.values())}
     record["provenance"] = provenance
-    emit(output, lambda *_: json.dumps(record), print_pair, similarity, popularity, recording.trace.meta.n_experts)
+    emit(output, lambda *_: json.dumps(record), print_pair, similarity, popularity, trace.meta.n_experts)
     if interrupt.exit_code:
         raise typer.Exit(interrupt.exit_code)
 
