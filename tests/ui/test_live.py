@@ -20,6 +20,7 @@ from moeedge.ui.chat.live import LiveView
 from moeedge.ui.chat.settings import Look
 from moeedge.ui.chat.single import CacheMeter, answer_view
 from moeedge.ui.chat.stream import MarkdownLines, PlainView, ThinkingSplitter, wrap_rows
+from moeedge.ui.figures import FigureRow, live_figures
 from tests.ui.test_figures import INFO, STATS
 
 TAGS = ReasoningTags("<think>", "</think>")
@@ -50,10 +51,14 @@ def f(x):
 The end."""
 
 
+def shown_figures() -> list[FigureRow]:
+    return live_figures(INFO, STATS, elapsed_s=1.0)
+
+
 def view_of(file: io.StringIO, look: Look | None = None, thinking: ThinkingSplitter | None = None) -> LiveView:
     console = Console(file=file, force_terminal=True, width=40, height=24, color_system="standard")
     thinking = thinking or ThinkingSplitter(TAGS, n_tokens=lambda: 12)
-    return LiveView(console, INFO, lambda: STATS, look=look or Look(), thinking=thinking)
+    return LiveView(console, shown_figures, look=look or Look(), thinking=thinking)
 
 
 def screen_after(file: io.StringIO) -> pyte.HistoryScreen:
@@ -152,7 +157,7 @@ def test_a_narrower_window_gets_its_region_back(cuts: bool, monkeypatch: pytest.
     monkeypatch.setattr(live, "SETTLE_S", 0.2)
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, width=80, height=24, color_system=None)
-    view = LiveView(console, INFO, lambda: STATS)
+    view = LiveView(console, shown_figures)
     view.write("some words that grow")
     view._paint()
     n_wide = len(view._region)

@@ -19,12 +19,10 @@ from rich.panel import Panel
 from rich.style import Style
 from rich.text import Text
 
-from moeedge.engine.types import EngineInfo, GenerationStats
-from moeedge.scheduler.stats import PlacementStats
 from moeedge.ui.chat.settings import Look
 from moeedge.ui.chat.stream import TAB, MarkdownLines, PlainLines, Segment, StyledLine, ThinkingSplitter, wrap_rows
 from moeedge.ui.console import visible
-from moeedge.ui.figures import FigureRow, live_figures
+from moeedge.ui.figures import FigureRow
 
 REPAINT_S = 0.1  # between repaints of the text
 PANEL_S = 0.3  # between repaints of the figures, which cost several times as much
@@ -50,15 +48,12 @@ class LiveView:
 
     The decoding thread only appends to a queue, so that a blocked terminal never delays it. The region is written in
     one piece: Rich's live display takes several times as long, and the model needs the processor.
-    stopping: whether the engine finishes its last step. progress: tokens of the prompt read so far, and to be read.
+    figures: those of the panel. stopping: whether the engine finishes its last step.
     """
 
     console: Console
-    info: EngineInfo
-    stats: Callable[[], GenerationStats]
+    figures: Callable[[], list[FigureRow]]
     stopping: Callable[[], bool] = lambda: False
-    cache: Callable[[], PlacementStats | None] = lambda: None
-    progress: Callable[[], tuple[int, int]] = lambda: (0, 0)
     look: Look = field(default_factory=Look)
     thinking: ThinkingSplitter = field(default_factory=lambda: ThinkingSplitter(None))
 
@@ -74,7 +69,6 @@ class LiveView:
         self._panel_at_s = 0.0
         self._columns = 0
         self._resized_s = -SETTLE_S
-        self._started_s = time.monotonic()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._paint_until_stopped, name="moeedge-painter", daemon=True)
 
@@ -112,13 +106,9 @@ class LiveView:
             return
         if self.look.stats != "off" and now_s - self._panel_at_s >= PANEL_S:
             self._panel_at_s = now_s
-            elapsed_s, full = now_s - self._started_s, self.look.stats == "full"
-            figures = live_figures(
-                self.info, self.stats(), self.cache(), read=self.progress(), elapsed_s=elapsed_s, full=full
-            )
             hint, height = "stopping" if self.stopping() else "Ctrl-C stops", self.console.height - TEXT_ROWS
             with self.console.capture() as capture:
-                self.console.print(render_panel(figures, columns=columns, rows=height, hint=hint))
+                self.console.print(render_panel(self.figures(), columns=columns, rows=height, hint=hint))
             self._panel = capture.get()
         rows = self._take_rows()
         growing: list[str] = []  # text that is not certain, or the line about thinking

@@ -27,7 +27,7 @@ from moeedge.ui.chat.live import LiveView
 from moeedge.ui.chat.settings import Look, Settings
 from moeedge.ui.chat.stream import PlainView, ThinkingSplitter
 from moeedge.ui.console import say, show_figures, supports_panel, typing_hidden
-from moeedge.ui.figures import answer_rows, turn_line
+from moeedge.ui.figures import FigureRow, answer_rows, live_figures, turn_line
 from moeedge.ui.tables import json_text
 
 # sums of which the JSON object has rates
@@ -91,15 +91,18 @@ def answer_view(
     n_tokens = (lambda: answer.stats.generated_tokens) if folds else None
     thinking = ThinkingSplitter(answer.reasoning_tags, is_open=answer.begins_in_reasoning, n_tokens=n_tokens)
     view: LiveView | PlainView = PlainView(out, thinking if folds else None)
+    start_s = time.monotonic()
 
-    def progress() -> tuple[int, int]:
-        state, n_prompt = answer.state, answer.stats.prompt_tokens
-        if state.n_cached is None:  # not looked up yet
-            return 0, n_prompt
-        return max(state.target.n_past - state.n_cached, 0), n_prompt - state.n_cached  # without what the KV cache held
+    def shown() -> list[FigureRow]:
+        n_prompt, n_cached = answer.stats.prompt_tokens, answer.state.n_cached
+        read = 0, n_prompt
+        if n_cached is not None:  # looked up: without what the KV cache held
+            read = max(answer.state.target.n_past - n_cached, 0), n_prompt - n_cached
+        elapsed_s, full = time.monotonic() - start_s, look.stats == "full"
+        return live_figures(info, answer.stats, meter(), read=read, elapsed_s=elapsed_s, full=full)
 
     if panel and supports_panel(out):
-        view = LiveView(out, info, lambda: answer.stats, interrupt, meter, progress, look, thinking)
+        view = LiveView(out, shown, interrupt, look, thinking)
     with meter, typing_hidden(drop=drop), view:
         yield view
 
