@@ -282,12 +282,10 @@ def measure(
         try:
             for part, plan in enumerate(plans):
                 with Bench(plan, run, journal, part) as bench:
-                    interrupt.arm()
                     try:
-                        with progress:
+                        with interrupt.armed(), progress:
                             finished = bench.measure()
                     finally:
-                        interrupt.disarm()
                         rows += bench.rows()
                 if not finished:
                     break

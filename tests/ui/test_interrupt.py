@@ -35,17 +35,15 @@ def test_the_first_signal_asks_to_stop_and_the_second_does_not_wait(
 
 def test_ctrl_c_is_an_exception_between_answers_and_sigterm_is_not_forgotten() -> None:
     with Interrupt() as interrupt:
-        interrupt.arm()
-        receive(signal.SIGINT)
-        interrupt.disarm()
+        with interrupt.armed():
+            receive(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             receive(signal.SIGINT)
-        interrupt.arm()  # the next answer starts unstopped
-        assert not interrupt()
-        receive(signal.SIGTERM)
-        interrupt.disarm()
-        interrupt.arm()
-        assert interrupt()
+        with interrupt.armed():  # the next answer starts unstopped
+            assert not interrupt()
+            receive(signal.SIGTERM)
+        with interrupt.armed():
+            assert interrupt()
 
 
 def test_nohup_is_kept() -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -63,15 +65,16 @@ class Interrupt:
         """Exit code for the signal: 130 for Ctrl-C, 143 for SIGTERM; 0 without a signal."""
         return 128 + self.signum if self.signum is not None else 0
 
-    def arm(self) -> None:
-        """From now on signals request the end of the answer that starts."""
+    @contextmanager
+    def armed(self) -> Iterator[None]:
+        """Within it signals request the end of the answer; after it Ctrl-C is an exception again."""
         self._armed = True
-        if self.signum == signal.SIGINT:
+        if self.signum == signal.SIGINT:  # of the answer before
             self.signum = None
-
-    def disarm(self) -> None:
-        """The answer ended: Ctrl-C is an exception again."""
-        self._armed = False
+        try:
+            yield
+        finally:
+            self._armed = False
 
     def finish(self) -> None:
         """The program ends: further signals have no effect, such as SIGHUP after the terminal's end was noticed."""

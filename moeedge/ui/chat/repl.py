@@ -112,43 +112,37 @@ class Repl(Chat):
                 sampling = replace(sampling, seed=sampling.seed + self.attempt)
             meter = CacheMeter(self.session)
             run = Run(cancelled=self._interrupt)
-            self._interrupt.arm()
             try:
-                answer = self.session.generate(
-                    prompt, n_predict=self.settings.n_predict, sampling=sampling, run=run, begun=begun
-                )
-                self.conversation.add_budget(figures.budget(self.info) if self.session.gamma > 0 else "")
-                if begun:
-                    self.keep()
-                with answer_view(
-                    answer, self.info, meter, self._interrupt, out=self.out, look=look, panel=self.panel, drop=True
-                ) as view:
-                    n_saved = len(begun)  # tokens
-                    for piece in answer.pieces():
-                        if self.autosave is not None and len(answer.tokens) > n_saved:
-                            if n_saved == 0:
-                                self.keep()
-                            self.autosave.add_step(piece, answer.tokens[n_saved:])
-                            n_saved = len(answer.tokens)
-                        view.write(piece)
+                with self._interrupt.armed():
+                    answer = self.session.generate(
+                        prompt, n_predict=self.settings.n_predict, sampling=sampling, run=run, begun=begun
+                    )
+                    self.conversation.add_budget(figures.budget(self.info) if self.session.gamma > 0 else "")
+                    if begun:
+                        self.keep()
+                    with answer_view(
+                        answer, self.info, meter, self._interrupt, out=self.out, look=look, panel=self.panel, drop=True
+                    ) as view:
+                        n_saved = len(begun)  # tokens
+                        for piece in answer.pieces():
+                            if self.autosave is not None and len(answer.tokens) > n_saved:
+                                if n_saved == 0:
+                                    self.keep()
+                                self.autosave.add_step(piece, answer.tokens[n_saved:])
+                                n_saved = len(answer.tokens)
+                            view.write(piece)
             except Ended:
                 raise
             except KeyboardInterrupt:  # Ctrl-C a second time, between two steps
                 if answer is not None:
                     answer.close()
-            finally:
-                self._interrupt.disarm()
             if answer is not None:
-                reason = answer.stop_reason or "interrupted"
-                self.turns.append(figures.Turn(self.info, answer.stats, reason, meter()))
+                self.turns.append(figures.Turn(self.info, answer.stats, answer.stop_reason, meter()))
                 print_turn(self.err, answer, self.info, meter, look, full=FULL)
                 self.say("")
                 if answer.stop_reason != "interrupted":
-                    self._interrupt.arm()
-                    try:  # Ctrl-C leaves it for after the next answer
+                    with self._interrupt.armed():  # Ctrl-C leaves it for after the next answer
                         self.session.measure_postponed(run)
-                    finally:
-                        self._interrupt.disarm()
         finally:
             self._close_question(answer)
         return Next.EXIT if self.single_turn or self._interrupt.ending else Next.READ

@@ -111,11 +111,10 @@ def print_turn(
     err: Console, answer: Generation, info: EngineInfo, meter: CacheMeter, look: Look, *, full: str = _FULL
 ) -> None:
     """The figures of a finished answer, at least a lossy budget, then its notes. full: advice for a full context."""
-    reason = answer.stop_reason or "interrupted"
     if look.stats == "full":
-        show_figures(err, answer_rows(info, answer.stats, reason, meter()), style="dim")
+        show_figures(err, answer_rows(info, answer.stats, answer.stop_reason, meter()), style="dim")
     elif look.stats == "line":
-        say(err, turn_line(info, answer.stats, reason, meter()))
+        say(err, turn_line(info, answer.stats, answer.stop_reason, meter()))
     elif info.expert_budget is not None:
         say(err, figures.budget(info))
     print_notes(err, answer, meter, full=full)
@@ -177,9 +176,8 @@ def answer_report(
         sampling=sampling,
         template=session.template,
     )
-    reason = answer.stop_reason or "interrupted"
-    about = {"stats": facts, "provenance": read_provenance(session.model.path)}
-    record = filled(AnswerRecord, stats, answer, tokens=list(answer.tokens), stop_reason=reason, **about)
+    provenance = read_provenance(session.model.path)
+    record = filled(AnswerRecord, stats, answer, tokens=list(answer.tokens), stats=facts, provenance=provenance)
     return as_dict(record, nulls=False)
 
 
