@@ -188,16 +188,11 @@ class LiveView:
 
 
 def _slice(segments: list[Segment], start: int, end: int) -> list[Segment]:
-    """The characters from `start` to `end`, neighbours of one style together."""
-    parts: list[Segment] = []
-    at = 0
+    """The characters from `start` to `end`."""
+    parts, at = [], 0
     for text, style in segments:
-        part = text[max(start - at, 0) : max(end - at, 0)]
+        parts.append((text[max(start - at, 0) : max(end - at, 0)], style))
         at += len(text)
-        if part and parts and parts[-1][1] == style:
-            parts[-1] = (parts[-1][0] + part, style)
-        elif part:
-            parts.append((part, style))
     return parts
 
 
