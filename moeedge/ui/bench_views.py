@@ -25,7 +25,6 @@ from moeedge.ui.tables import (
     Column,
     csv_text,
     figure_columns,
-    json_lines,
     json_text,
     markdown,
     narrow_markdown,
@@ -47,7 +46,7 @@ def render(rows: Sequence[BenchRow], form: str) -> str:
     if form == "json":
         return json_text(records)
     if form == "jsonl":
-        return json_lines(records)
+        return "".join(json_text(record, indent=None) for record in records)
     if form in ("csv", "sql"):
         plain = [{key: value for key, value in record.items() if key != "samples"} for record in records]
         return csv_text(plain) if form == "csv" else sql_text("moeedge_bench", plain)

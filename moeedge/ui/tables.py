@@ -201,7 +201,3 @@ def record_json(record: Any) -> str:
 def records_json(rows: Sequence[Any]) -> str:
     """A JSON list of dataclasses; sizes in bytes, times in seconds since the epoch, null where not known."""
     return json_text([asdict(row) for row in rows])
-
-
-def json_lines(records: Sequence[Any]) -> str:
-    return "".join(json_text(record, indent=None) for record in records)

@@ -13,7 +13,7 @@ from moeedge.engine.types import EngineInfo
 from moeedge.hub.catalog import Starter, load_catalog
 from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.run import Level, Notification
-from moeedge.ui.chat.greeting import details, header_line, print_greeting, print_header, print_warnings
+from moeedge.ui.chat.greeting import details, print_greeting, print_header, print_warnings
 from tests.ui.test_figures import INFO
 
 WARNING = "Uploads of experts are slower than usual: the GPU's driver gives no pinned (page-locked) memory for them."
@@ -54,7 +54,8 @@ def test_the_greeting_and_the_header() -> None:
     lines = printed(print_header, CACHED, 80, toy=False, warnings=("-ngl has no effect.",))
     assert lines == [line, "-ngl has no effect.", WARNING]
     dense = replace(INFO, n_experts=0, draft="none", gamma=0)
-    assert header_line(dense) == "t.gguf | drafts off, as there is no draft (-md FILE or -md ngram)"
+    header = "t.gguf | drafts off, as there is no draft (-md FILE or -md ngram)"
+    assert printed(print_header, dense, toy=False) == [header]
     assert "no experts" in shown(dense)[0] and shown(dense)[1].startswith("Drafts")
 
 
@@ -105,6 +106,6 @@ def test_a_budget_is_in_greeting_header_and_details() -> None:
     for gamma, state in ((4, "(lossy)"), (0, "(idle)")):
         own = replace(info, gamma=gamma)
         (line,) = [line for line in shown(own) if line.startswith("Budget 16")]
-        assert state in line and state in header_line(own)
+        assert state in line and state in printed(print_header, own, toy=False)[0]
     rows = {figure.label: figure.value for figure in details(info)}
     assert "truncation" in rows["budget"]

@@ -18,7 +18,7 @@ from moeedge.hub.catalog import HubFile, Variant
 from moeedge.hub.remote import RemoteFile, WantedModel
 from moeedge.ui.machine_views import print_devices
 from moeedge.ui.model_views import download_lines, files_json
-from moeedge.ui.tables import Column, csv_text, json_lines, json_text, print_table, sql_text, text_column
+from moeedge.ui.tables import Column, csv_text, json_text, print_table, sql_text, text_column
 
 
 @dataclass
@@ -76,7 +76,7 @@ def test_columns_that_do_not_fit_come_below(width: int) -> None:
 def test_csv_and_json_hold_every_key() -> None:
     records: list[dict[str, object]] = [{"a": 1, "b": None}, {"a": [1, {"x": "ä"}], "c": "s"}]
     assert json.loads(json_text(records)) == records
-    assert [json.loads(line) for line in json_lines(records).splitlines()] == records
+    assert [json.loads(json_text(record, indent=None)) for record in records] == records
     first, second = csv.DictReader(io.StringIO(csv_text(records)))
     assert first == {"a": "1", "b": "", "c": ""}
     assert (json.loads(second["a"]), second["b"], second["c"]) == ([1, {"x": "ä"}], "", "s")

@@ -34,8 +34,13 @@ def print_greeting(
 
 
 def print_header(console: Console, info: EngineInfo, *, toy: bool, warnings: Sequence[str] = ()) -> None:
-    """One line about a session that gives a single answer or a profile, then a line per choice, notice and warning."""
-    say(console, header_line(info, toy=toy))
+    """Model, place of the experts and source of drafts in one line, then a line per choice, notice and warning.
+
+    Of a session that gives a single answer or a profile.
+    """
+    model = f"{info.model}, a toy" if toy else info.model
+    experts = f"experts {_experts(info)}" if info.n_experts else ""
+    say(console, " | ".join(filter(None, (model, experts, f"drafts {_drafts(info)}", figures.budget(info)))))
     print_warnings(console, info, warnings)
 
 
@@ -48,13 +53,6 @@ def print_warnings(console: Console, info: EngineInfo, warnings: Sequence[str] =
         say(console, line)
     for warning in [*warnings, *warnings_of(info)]:
         say(console, warning, style="yellow")
-
-
-def header_line(info: EngineInfo, *, toy: bool = False) -> str:
-    """Model, place of the experts and source of drafts in one line."""
-    model = f"{info.model}, a toy" if toy else info.model
-    experts = f"experts {_experts(info)}" if info.n_experts else ""
-    return " | ".join(filter(None, (model, experts, f"drafts {_drafts(info)}", figures.budget(info))))
 
 
 def details(info: EngineInfo) -> list[FigureRow]:
