@@ -7,15 +7,14 @@ from collections.abc import Iterator
 import pytest
 
 from moeedge.engine.session import Session
-from moeedge.engine.types import EngineConfig
 from moeedge.llama.reasoning import TemplateChoice
 from tests.conftest import TinyFactory
+from tests.support.sessions import plain_config
 
 
 @pytest.fixture(scope="package")
 def opened(tiny: TinyFactory) -> Iterator[Session]:
-    config = EngineConfig(model=tiny("qwen3moe"), draft=tiny("qwen3"), n_ctx=512, n_threads=1)
-    with Session.open(config) as session:
+    with Session.open(plain_config(tiny("qwen3moe"), tiny("qwen3"))) as session:
         yield session
 
 

@@ -7,26 +7,19 @@ from collections.abc import Iterator
 import pytest
 
 from moeedge.engine.session import Session
-from moeedge.engine.types import EngineConfig
 from moeedge.run import Notification, ignore
 from moeedge.scheduler.config import PlacementConfig
 from moeedge.ui.chat.single import CacheMeter
 from tests.conftest import TinyFactory
-from tests.support.sessions import GREEDY, answered
+from tests.support.sessions import GREEDY, answered, plain_config
 
 PROMPT = list(range(5, 45))
 
 
 @pytest.fixture(scope="module")
 def session(tiny: TinyFactory) -> Iterator[Session]:
-    config = EngineConfig(
-        model=tiny("qwen3moe"),
-        draft=tiny("qwen3"),
-        n_ctx=512,
-        n_threads=1,
-        device="emulated",
-        placement=PlacementConfig(cache_ratio=0.5, calibrate=False),
-    )
+    placement = PlacementConfig(cache_ratio=0.5, calibrate=False)
+    config = plain_config(tiny("qwen3moe"), tiny("qwen3"), device="emulated", placement=placement)
     with Session.open(config) as session:
         yield session
 

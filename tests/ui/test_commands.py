@@ -21,6 +21,7 @@ from moeedge.ui.chat.commands import LEAVING, first_words, last_messages, run_co
 from moeedge.ui.chat.session import FULL, ModelSwitch
 from tests.conftest import TinyFactory
 from tests.support.machine import Here
+from tests.support.sessions import plain_config
 from tests.ui.talk import GREEDY, Line, Talk
 
 N_CTX = 256
@@ -130,9 +131,7 @@ def test_an_unknown_command_names_the_right_one(line: str, hint: str, session: S
 
 @pytest.fixture
 def switch(tiny: TinyFactory) -> Iterator[ModelSwitch]:
-    config = EngineConfig(
-        model=tiny("qwen3moe"), draft=tiny("qwen3"), n_threads=1, n_ctx=N_CTX, gamma=2, auto_gamma=False
-    )
+    config = plain_config(tiny("qwen3moe"), tiny("qwen3"), n_ctx=N_CTX, gamma=2)
 
     def configure(name: str) -> EngineConfig:
         return replace(config, model=resolve_models(user_path(name), None).target)
@@ -213,7 +212,7 @@ def test_a_broken_file_leaves_the_conversation(text: str, session: Session, tmp_
 
 def test_ctrl_c_twice_in_a_change_of_model_ends_the_chat_which_stays(tiny: TinyFactory, tmp_path: Path) -> None:
     """The old model was being opened again: there is none to go on with."""
-    with Session.open(EngineConfig(model=tiny("qwen3moe"), n_ctx=512, n_threads=1)) as session:
+    with Session.open(plain_config(tiny("qwen3moe"))) as session:
 
         def switch(name: str) -> Session:
             session.close()
@@ -224,7 +223,8 @@ def test_ctrl_c_twice_in_a_change_of_model_ends_the_chat_which_stays(tiny: TinyF
 
 
 def test_a_full_context_says_what_helps(switch: ModelSwitch, tmp_path: Path) -> None:
-    found = switched(switch, [LONG, "/set n -1", "and?", "and more?"], tmp_path)
+    no_shift: list[Line] = ["/set context_shift on", "/set context_shift off"]
+    found = switched(switch, [*no_shift, LONG, "/set n -1", "and?", "and more?"], tmp_path)
     assert found.repl.turns[1].stop_reason == "context"
     assert found.err.count(FULL) == 2  # after that answer, and for the message that no longer fits
     for word in ("/clear", "/set ctx", "/set context_shift on"):
@@ -274,8 +274,3 @@ def test_a_shift_drops_the_oldest_messages(switch: ModelSwitch, tmp_path: Path) 
     assert max(turn.stats.prompt_tokens for turn in found.repl.turns) < N_CTX
     cached = [turn.stats.cached_tokens for turn in found.repl.turns]
     assert sum(count > 0 for count in cached) >= 6, "between two shifts the KV cache stays useful"
-
-
-def test_without_a_shift_a_long_conversation_is_refused(switch: ModelSwitch, tmp_path: Path) -> None:
-    found = switched(switch, ["/set context_shift on", "/set context_shift off", *[LONG] * 3], tmp_path)
-    assert FULL in found.err and len(found.messages) < 6
