@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -113,10 +114,7 @@ def _system(chat: Chat, argument: str) -> Result:
 
 
 def _set(chat: Chat, argument: str) -> Result:
-    name, blank, value = argument.partition(" ")
-    name, equals, begun = name.partition("=")  # NAME=VALUE; an = within the value is part of it
-    value = f"{begun}{blank}{value}" if equals else value.lstrip().removeprefix("=")
-    name, value = _FROM_OLLAMA.get(name, name), value.strip()
+    name, value = _ASSIGNMENT.findall(_FROM_OLLAMA.get(argument, argument))[0]
     if name == "parameter":  # as ollama's /set parameter NAME VALUE
         return _set(chat, value)
     if name in _NOT_HERE:
@@ -125,8 +123,6 @@ def _set(chat: Chat, argument: str) -> Result:
         return _system(chat, value and (value.strip('"') or '""'))
     if name == "think" and not value:
         value = "on"
-    if " " in name and not value:
-        name, value = name.split()
     if not name:
         return Result(table=setting_table.listing(chat.settings))
     if not value:
@@ -135,6 +131,7 @@ def _set(chat: Chat, argument: str) -> Result:
     return Result([line, *chat.apply(changed)])
 
 
+_ASSIGNMENT = re.compile(r"([^\s=]*)\s*=?\s*(.*)", re.DOTALL)  # NAME VALUE or NAME=VALUE, in which = may come again
 # settings of ollama, and what to do instead
 _NOT_HERE = {
     "format": "/set grammar FILE.json makes answers follow a JSON schema.",
@@ -276,6 +273,7 @@ COMMANDS = (
     Command("/sessions", "", "Lists chats that ended unexpectedly.", _sessions),
     Command("/resume", "[N|drop]", "Goes on with one of these, or deletes all.", _resume),
 )
+_BY_NAME = {name: item for item in COMMANDS for name in (item.name, *item.aliases)}
 LEAVING = ("exit", "quit", "bye")  # without a slash, as a message of its own
 # commands of other programs: what to do instead
 _ELSEWHERE = {
@@ -295,21 +293,20 @@ _ELSEWHERE = {
 def completions() -> dict[str, list[str]]:
     """All commands and aliases, sorted, with the first words that each takes."""
     words = {"/set": setting_table.names(), "/resume": ["list", "drop"], "/show": ["system", "parameters"]}
-    return {name: words.get(name, []) for name in sorted(n for item in COMMANDS for n in (item.name, *item.aliases))}
+    return {name: words.get(name, []) for name in sorted(_BY_NAME)}
 
 
 def run_command(chat: Chat, line: str) -> Result:
     """Run the command in `line`, which starts with a slash. Raises InputError."""
     word, _, argument = line.strip().partition(" ")
-    word = word.lower()
-    for command in COMMANDS:
-        if word == command.name or word in command.aliases:
-            if command.argument == "FILE" and not argument.strip():
-                raise InputError(f"{command.name} takes the name of a file.")
-            return command.run(chat, argument.strip())
+    word, argument = word.lower(), argument.strip()
+    if (command := _BY_NAME.get(word)) is not None:
+        if command.argument == "FILE" and not argument:
+            raise InputError(f"{command.name} takes the name of a file.")
+        return command.run(chat, argument)
     for names, sentence in _ELSEWHERE.items():
         if word in names:
             raise InputError(f'There is no command "{word}" here.', sentence)
-    similar = difflib.get_close_matches(word, list(completions()), n=1)
+    similar = difflib.get_close_matches(word, _BY_NAME, n=1)
     hint = f"Did you mean {similar[0]}? " if similar else ""
     raise InputError(f'Unknown command "{word}".', f"{hint}/help lists the commands.")
