@@ -10,7 +10,7 @@ from functools import partial
 
 from rich.console import Console
 
-from moeedge.bench.figures import ALL, MEAN, ParallelFigures, StockRatio
+from moeedge.bench.figures import ALL, MEAN, StockRatio
 from moeedge.bench.quality import different_scores
 from moeedge.bench.records import BenchRow, Setup
 from moeedge.bench.samples import RATIO_SCATTER, Spread
@@ -18,6 +18,7 @@ from moeedge.hardware.host import BUSY
 from moeedge.policies.base import LookaheadStatus
 from moeedge.records import as_dict
 from moeedge.ui.figures import is_ram, lookahead
+from moeedge.ui.plots import Point, lines_of
 from moeedge.ui.tables import (
     NONE,
     TABLE_WIDTH,
@@ -290,25 +291,17 @@ _PARALLEL_COLUMNS = (
 )
 
 
-def batch_curves(rows: Sequence[BenchRow]) -> dict[str, dict[int, ParallelFigures]]:
-    """The figures of modes with drafts by the name of their curve and the number of texts, in the order of the rows."""
-    curves: dict[str, dict[int, ParallelFigures]] = {}
-    for row in rows:
-        if row.parallel is not None and row.parallel.speed_up is not None:
-            curves.setdefault(row.parallel.curve, {})[row.parallel.n_parallel] = row.parallel
-    return curves
-
-
 def curve_lines(rows: Sequence[BenchRow]) -> list[str]:
     """How the columns are to be read, and each curve in one line."""
     lines = [
         "t/s: of all texts, in steps of as many texts as asked for. speed-up: over plain decoding of as many texts."
     ]
-    for name, points in batch_curves(rows).items():
-        speed_ups = {n: figures.speed_up or 0.0 for n, figures in points.items()}
-        numbers = ", ".join(f"{value:.2f}" for value in speed_ups.values())
-        sizes, peak = ", ".join(map(str, speed_ups)), max(speed_ups, key=lambda n: speed_ups[n])
-        lines.append(f"{name}: {numbers} for N = {sizes}; the most with N = {peak}.")
+    points = (Point(own.curve, own.n_parallel, own.speed_up) for row in rows if (own := row.parallel) is not None)
+    for curve in lines_of(points):
+        speed_ups, sizes = [value or 0.0 for value in curve.values], ", ".join(map(str, curve.x))
+        numbers = ", ".join(f"{value:.2f}" for value in speed_ups)
+        peak = curve.x[speed_ups.index(max(speed_ups))]
+        lines.append(f"{curve.label}: {numbers} for N = {sizes}; the most with N = {peak}.")
     return lines
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from moeedge.ui.console import say, show_figures, visible
-from moeedge.ui.figures import FigureRow, known_figures
+from moeedge.ui.figures import known_figures
 from moeedge.ui.tables import Column, json_text, print_table, text_column
 from moeedge.units import format_bytes, format_rate, format_weights
 
@@ -151,36 +151,31 @@ def _missing_files(model: WantedModel, missing: Sequence[RemoteFile]) -> list[Re
     return [file for file in missing if (file.repo, file.path) in names]
 
 
-def card_rows(card: ModelCard) -> list[FigureRow]:
+def print_card(card: ModelCard, console: Console) -> None:
     facts = card.facts
     experts = (
         f"{facts.n_experts} per layer in {facts.n_expert_layers} layers, {facts.experts_per_token}; "
         f"{format_bytes(facts.expert_bytes)} each, {format_bytes(facts.experts_bytes)} together"
     )
     source = " (by the catalog)" if card.licence_source == "catalog" else ""
-    return known_figures(
-        {
-            "file": visible(facts.file),
-            "name": visible(card.name),
-            "architecture": facts.architecture,
-            "weights": f"{format_weights(facts.n_weights)}, {format_bytes(facts.file_bytes)}",
-            "quantization": f"{card.quantization}, {facts.bits_per_weight:.2f} bits per weight",
-            "context": f"{facts.n_ctx_train:,} tokens at most",
-            "layers": f"{facts.n_layers}, {card.n_embd:,} values wide",
-            "experts": experts if facts.n_experts else "none: a dense model",
-            "read per token": format_bytes(facts.active_bytes),
-            "memory": facts.memory,
-            "drafts": ", ".join([*(["its own head (-md mtp)"] if card.has_head else []), *card.drafts]),
-            "chat template": f"{len(card.template):,} characters (--template)" if card.template else "none",
-            "licence": visible(card.licence) + source if card.licence else "not named in the file",
-        }
-    )
-
-
-def print_card(card: ModelCard, console: Console) -> None:
-    show_figures(console, card_rows(card))
-    if card.facts.missing_bytes:
-        console.print(f"Incomplete here: {format_bytes(card.facts.missing_bytes)} of its weights are missing.")
+    rows = {
+        "file": visible(facts.file),
+        "name": visible(card.name),
+        "architecture": facts.architecture,
+        "weights": f"{format_weights(facts.n_weights)}, {format_bytes(facts.file_bytes)}",
+        "quantization": f"{card.quantization}, {facts.bits_per_weight:.2f} bits per weight",
+        "context": f"{facts.n_ctx_train:,} tokens at most",
+        "layers": f"{facts.n_layers}, {card.n_embd:,} values wide",
+        "experts": experts if facts.n_experts else "none: a dense model",
+        "read per token": format_bytes(facts.active_bytes),
+        "memory": facts.memory,
+        "drafts": ", ".join([*(["its own head (-md mtp)"] if card.has_head else []), *card.drafts]),
+        "chat template": f"{len(card.template):,} characters (--template)" if card.template else "none",
+        "licence": visible(card.licence) + source if card.licence else "not named in the file",
+    }
+    show_figures(console, known_figures(rows))
+    if facts.missing_bytes:
+        console.print(f"Incomplete here: {format_bytes(facts.missing_bytes)} of its weights are missing.")
 
 
 def card_json(card: ModelCard) -> str:

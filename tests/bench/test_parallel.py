@@ -18,7 +18,7 @@ from moeedge.bench.samples import Sample
 from moeedge.data.datasets import load_dataset
 from moeedge.errors import EngineError, InputError
 from moeedge.hardware.provenance import read_provenance
-from moeedge.ui.bench_views import batch_curves
+from moeedge.ui.bench_views import curve_lines
 from tests.bench.recording import Recorder, make_plan, run
 from tests.support import commands
 
@@ -92,11 +92,9 @@ def test_speed_ups_are_over_plain_decoding_of_as_many_texts(finished: tuple[list
         expected.append(ours.tg_ts / theirs.tg_ts)
     assert own.parallel.speed_up_samples == pytest.approx(expected)
     assert own.parallel.speed_up == pytest.approx(sum(expected) / 2)
-    curves = batch_curves(rows)
-    assert [(name, list(points)) for name, points in curves.items()] == [
-        ("moeedge gamma 1", [1, 4]),
-        ("moeedge gamma 3", [1, 4]),
-    ]
+    _, *curves = curve_lines(rows)
+    assert [line.partition(":")[0] for line in curves] == ["moeedge gamma 1", "moeedge gamma 3"]
+    assert all("for N = 1, 4;" in line for line in curves)
 
 
 def test_without_plain_decoding_of_the_engine_stock_is_the_base() -> None:
@@ -129,9 +127,8 @@ def test_curves_of_several_expert_caches_are_apart(tmp_path: Path) -> None:
         plain = (mode, [replace(sample, decode_tokens=8)]) if mode.drafts else None
         figures = parallel_figures(mode, [sample], plain, 4 if mode.drafts else 0)
         rows.append(SimpleNamespace(parallel=figures))
-    curves = batch_curves(rows)  # type: ignore[arg-type]
-    assert [(name, [figures.speed_up for figures in points.values()]) for name, points in curves.items()] == [
-        (f"moeedge {ratio} gamma 4", [1.25, 1.25]) for ratio in (0.25, 0.5)
+    assert curve_lines(rows)[1:] == [  # type: ignore[arg-type]
+        f"moeedge {ratio} gamma 4: 1.25, 1.25 for N = 1, 2; the most with N = 1." for ratio in (0.25, 0.5)
     ]
 
 
