@@ -32,8 +32,6 @@ _SHORT = {"drafts": "draft", "experts on the CPU": "CPU", "waiting": "wait", "th
 
 @dataclass(frozen=True)
 class FigureRow:
-    """A label and its value as text."""
-
     label: str
     value: str
     draw: Callable[[int], str] | None = field(default=None, compare=False)  # draws the value in so many columns

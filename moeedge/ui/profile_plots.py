@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from moeedge.analysis import routing_curves
 from moeedge.analysis.predictors import UtilityCurves
@@ -179,22 +178,19 @@ def _gain(gain: SpeculationGain) -> Plot:
 
 
 def _activations(profile: LayerProfile) -> list[Plot]:
-    def steps_map(
-        title: str, x_label: str, value_label: str, values: NDArray[Any], n_steps: int, correlation: float | None
-    ) -> Plot:
-        """values: [n_experts, steps that are shown]."""
-        sentence = f"Correlation of an expert's activations in consecutive steps: {correlation or 0:.2f}."
-        caption = _shown(n_steps) + ("" if correlation is None else sentence)
-        title = f"{title}, layer {profile.layer}"
-        return Plot(title, x_label, "expert", values=values, value_label=value_label, caption=caption)
-
     members = routing_curves.membership(profile.token_ids[:_SHOWN_STEPS], profile.n_experts).T.astype(float)
-    counts, tokens, steps = profile.counts[:_SHOWN_STEPS].T, profile.tokens, profile.steps
-    single = steps_map("Experts of single tokens", "token of text", "used", members, tokens, profile.persistence_ar)
-    if not profile.speculative:
-        return [single]
-    title, x_label = "Activations of verifications", "verification step"
-    return [steps_map(title, x_label, "activations", counts, steps, profile.persistence_sd), single]
+    maps = [("Experts of single tokens", "token of text", "used", members, profile.tokens, profile.persistence_ar)]
+    if profile.speculative:
+        about, counts = ("Activations of verifications", "verification step", "activations"), profile.counts.T
+        maps.insert(0, (*about, counts[:, :_SHOWN_STEPS], profile.steps, profile.persistence_sd))
+    plots = []
+    for title, x_label, value_label, values, n_steps, correlation in maps:
+        caption = _shown(n_steps)
+        if correlation is not None:
+            caption += f"Correlation of an expert's activations in consecutive steps: {correlation:.2f}."
+        title = f"{title}, layer {profile.layer}"
+        plots.append(Plot(title, x_label, "expert", values=values, value_label=value_label, caption=caption))
+    return plots
 
 
 def _shown(n_steps: int) -> str:

@@ -188,7 +188,6 @@ class LiveView:
 
 
 def _slice(segments: list[Segment], start: int, end: int) -> list[Segment]:
-    """The characters from `start` to `end`."""
     parts, at = [], 0
     for text, style in segments:
         parts.append((text[max(start - at, 0) : max(end - at, 0)], style))

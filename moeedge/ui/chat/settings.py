@@ -64,26 +64,23 @@ class _Setting:
     name: str
     help: str  # a few words for the list of /set
     aliases: Sequence[str]
-    field: str  # of Settings, or of the part of it that has such a field
+    field: str
+    part: str  # of Settings, which has the field; empty: Settings itself
+    kind: Any  # type of the field
 
     @property
     def none(self) -> str:
         """How the value None is written."""
         return "random" if self.name == "seed" else "off"
 
-    @property
-    def part(self) -> str:
-        """The part of Settings; empty: Settings itself."""
-        return _FIELDS[self.field][0]
-
     def read(self, text: str) -> Any:
-        """The value in a text. Raises ValueError, and InputError where it is no number."""
-        kind = _FIELDS[self.field][1]
-        kinds = get_args(kind)
-        if kind is bool:
-            return _chosen(text, ("on", "off")) == "on"
-        if get_origin(kind) is Literal:
-            return _chosen(_OTHER_WORDS.get((self.name, text), text), kinds)
+        """The value in a text. Raises InputError for a word or a number that it cannot be, ValueError for a seed."""
+        kind, kinds = self.kind, get_args(self.kind)
+        if kind is bool or get_origin(kind) is Literal:
+            words, word = kinds or ("on", "off"), _OTHER_WORDS.get((self.name, text), text)
+            if word not in words:
+                raise InputError(f"{self.name}: {word} is not one of {', '.join(words)}.")
+            return word if kinds else word == "on"
         if get_origin(kind) is tuple:
             return tuple(name.strip() for name in text.replace(";", ",").split(",") if name.strip())
         word = self.none if type(None) in kinds else "auto" if kinds else ""
@@ -121,13 +118,8 @@ def add(line: str, option: Sequence[str]) -> None:
     words, _, help = line.partition(": ")
     name, *aliases = words.split()
     field_name = next(each for each in (name, *option) if each in _FIELDS)
-    _SETTINGS[name] = _Setting(name, help, (*aliases, *(option if field_name in option else ())), field_name)
-
-
-def _chosen(text: str, words: Sequence[str]) -> str:
-    if text not in words:
-        raise ValueError(f"{text} is not one of {', '.join(words)}")
-    return text
+    names = (*aliases, *(option if field_name in option else ()))
+    _SETTINGS[name] = _Setting(name, help, names, field_name, *_FIELDS[field_name])
 
 
 def _read_grammar(text: str) -> tuple[str, str]:
@@ -187,8 +179,6 @@ def change(settings: Settings, name: str, text: str) -> tuple[Settings, str]:
     setting = next((item for item in _SETTINGS.values() if key in (item.name, *item.aliases)), None)
     if setting is None:
         raise InputError(f'Unknown setting "{name}".', "Choose from: " + ", ".join(names()) + ".")
-    kind = _FIELDS[setting.field][1]
-    value: Any
     try:
         value, note = _read_grammar(text) if setting.name == "grammar" else (setting.read(text), "")
         changes: dict[str, Any] = {setting.field: value}
@@ -196,6 +186,5 @@ def change(settings: Settings, name: str, text: str) -> tuple[Settings, str]:
             changes = {setting.part: replace(getattr(settings, setting.part), **changes)}
         changed = replace(settings, **changes)
     except ValueError as error:
-        is_word = kind is bool or get_origin(kind) is Literal
-        raise InputError(f"{setting.name}: {error}." if is_word else f"{error}.") from None
+        raise InputError(f"{error}.") from None
     return changed, f"{setting.name} = {setting.shown(changed)}{note}"

@@ -114,7 +114,6 @@ class MarkdownLines(PlainLines):
 
 
 def _block(line: str, *, is_complete: bool) -> StyledLine:
-    """A line outside code."""
     if _RULE.fullmatch(line):
         return StyledLine([(line, _DIM)], len(line) if is_complete else 0)
     head, style, start = [], _PLAIN, 0
