@@ -61,6 +61,14 @@ def view_of(file: io.StringIO, look: Look | None = None, thinking: ThinkingSplit
     return LiveView(console, shown_figures, look=look or Look(), thinking=thinking)
 
 
+def written(text: str, **given: Any) -> io.StringIO:
+    """What the view writes of this text, which may be cut off."""
+    file = io.StringIO()
+    with view_of(file, **given) as view:
+        view.write(text)
+    return file
+
+
 def screen_after(file: io.StringIO) -> pyte.HistoryScreen:
     screen = pyte.HistoryScreen(40, 24, history=1000)
     screen.set_mode(pyte.modes.LNM)  # a newline returns to the first column, as in a terminal
@@ -89,10 +97,7 @@ def test_text_that_streams_ends_up_as_the_entire_text(n_characters: int, monkeyp
 
 
 def test_styles_reach_the_terminal() -> None:
-    file = io.StringIO()
-    with view_of(file) as view:
-        view.write(TEXT)
-    screen = screen_after(file)
+    screen = screen_after(written(TEXT))
     assert screen.buffer[0][0].bold and screen.buffer[0][0].underscore  # the title
     row = next(y for y in range(24) if "def f" in screen.display[y])
     assert screen.buffer[row][0].fg not in ("default", screen.buffer[row][screen.display[row].index("(")].fg)
@@ -100,10 +105,7 @@ def test_styles_reach_the_terminal() -> None:
 
 @pytest.mark.parametrize(("markdown", "shown"), [(True, "a bold b"), (False, "a **bold** b")])
 def test_markdown_can_be_switched_off(markdown: bool, shown: str) -> None:
-    file = io.StringIO()
-    with view_of(file, look=Look(markdown=markdown)) as view:
-        view.write("a **bold** b")
-    assert lines_after(file)[0] == shown
+    assert lines_after(written("a **bold** b", look=Look(markdown=markdown))) == [shown]
 
 
 def test_thinking_is_one_line() -> None:
@@ -115,16 +117,12 @@ def test_thinking_is_one_line() -> None:
         view.write("</think>\n\nIt is 4.")
     assert lines_after(file) == ["thought for 0 s, 12 tokens (/set", "show_thinking on)", "It is 4."]
     assert "let me see" not in file.getvalue()
-    file = io.StringIO()
-    with view_of(file) as view:  # is cut off
-        view.write("<think>\nlet me see")
+    file = written("<think>\nlet me see")
     assert lines_after(file) == ["thought for 0 s, 12 tokens, no answer", "yet (/set show_thinking on)"]
 
 
 def test_thinking_can_be_shown() -> None:
-    file = io.StringIO()
-    with view_of(file, thinking=ThinkingSplitter(TAGS)) as view:
-        view.write("<think>\nlet **me** see\n</think>\n\nIt **is** 4.")
+    file = written("<think>\nlet **me** see\n</think>\n\nIt **is** 4.", thinking=ThinkingSplitter(TAGS))
     assert lines_after(file) == ["<think>", "let **me** see", "</think>", "It is 4."]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from moeedge.engine.session import Session
-from moeedge.engine.types import EngineConfig, SamplingConfig
+from moeedge.engine.types import SamplingConfig
 from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.ui.chat import repl
 from moeedge.ui.chat import session as chat_session
@@ -20,6 +20,7 @@ from moeedge.ui.chat.commands import Result
 from moeedge.ui.chat.settings import Settings
 from tests.conftest import TinyFactory
 from tests.support.machine import files_of_at_most
+from tests.support.sessions import plain_config
 from tests.ui.talk import GREEDY, Line, Talk, cut_off, on_step
 
 
@@ -137,7 +138,7 @@ def test_budgets_that_cannot_be_are_refused_and_the_first_comes_back(session: Se
 
 
 def test_what_a_chat_began_without_is_refused(tiny: TinyFactory, tmp_path: Path) -> None:
-    with Session.open(EngineConfig(model=tiny("qwen3moe"), n_ctx=256, n_threads=1)) as session:
+    with Session.open(plain_config(tiny("qwen3moe"))) as session:
         talk = Talk(session, ["/set gamma 8", "/set budget 8"], tmp_path, settings=Settings(gamma=session.gamma))
     assert "speculation stays off" in talk.err and "--expert-budget" in talk.err
     assert (talk.repl.settings.gamma, talk.repl.settings.budget) == (0, None)
