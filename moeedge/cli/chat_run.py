@@ -14,7 +14,7 @@ from moeedge.cli.common import accept_any_text
 from moeedge.cli.engine_options import layer_notes
 from moeedge.cli.model_files import ModelFiles, resolve_models
 from moeedge.cli.options import Output
-from moeedge.engine.autosave import Autosave, unfinished_chats
+from moeedge.engine.autosave import unfinished_chats
 from moeedge.engine.conversation import Conversation, prompt_tokens
 from moeedge.engine.session import Session, prepare_answers
 from moeedge.engine.types import EngineConfig
@@ -31,7 +31,7 @@ from moeedge.ui.chat import commands
 from moeedge.ui.chat.greeting import print_greeting, print_header, print_warnings
 from moeedge.ui.chat.prompt import make_reader, one_shot_prompt, open_history
 from moeedge.ui.chat.repl import Repl
-from moeedge.ui.chat.session import ModelSwitch, origin_of, settings_of
+from moeedge.ui.chat.session import ModelSwitch, settings_of
 from moeedge.ui.chat.settings import Settings
 from moeedge.ui.chat.single import answer_once
 from moeedge.ui.console import is_terminal, notifier, say, set_modes, show_figures, stderr_console, stdout_console
@@ -107,7 +107,6 @@ def run_chat(options: ChatOptions, begin: LoadReading) -> int:
             unfinished = unfinished_chats(paths.unfinished_chats_dir, run)
             if unfinished and options.resume is None:
                 say(err, commands.offer(unfinished), style="yellow")
-            autosave = Autosave(paths.unfinished_chats_dir, origin_of(session, raw=options.raw))
             history = open_history(lambda: paths.cache_dir() / "chat_history", run)
             repl = Repl(
                 session,
@@ -117,7 +116,7 @@ def run_chat(options: ChatOptions, begin: LoadReading) -> int:
                 out=out,
                 err=err,
                 switch=switch,
-                autosave=None if options.no_autosave else autosave,
+                folder=None if options.no_autosave else paths.unfinished_chats_dir,
                 unfinished=unfinished,
                 raw=options.raw,
                 panel=not options.verbose,

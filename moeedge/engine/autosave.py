@@ -54,9 +54,12 @@ class UnfinishedChat:
 
 
 class Autosave:
-    """Writes one chat. The file is made with the first message, and removed by `close` unless it should stay."""
+    """Writes one chat. The file is made with the first message, and removed by `close` unless it should stay.
 
-    def __init__(self, folder: Callable[[], Path], origin: Origin) -> None:
+    folder: None where the chat is not to be saved.
+    """
+
+    def __init__(self, folder: Callable[[], Path] | None, origin: Origin) -> None:
         self.warning = ""  # a sentence once the file cannot be written; the chat goes on unsaved
         self._folder = folder
         self._origin = origin
@@ -106,20 +109,19 @@ class Autosave:
         self._file = -1
 
     def _write(self, records: list[dict[str, Any]]) -> None:
-        if self.warning or not records:
+        if self._folder is None or self.warning or not records:
             return
         try:
             if self._file < 0:
-                self._create()
+                self._create(self._folder())
             data = "".join(json.dumps(record) + "\n" for record in records).encode()
             while data:
                 data = data[os.write(self._file, data) :]
         except OSError as error:
             self.warning = f"The chat is not saved from here on: {error.strerror or error}."
 
-    def _create(self) -> None:
+    def _create(self, folder: Path) -> None:
         """The locked file, which gets its name once it has a header: no other process sees it without either."""
-        folder = self._folder()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         name = f"{time.time_ns():020d}-{os.getpid()}.jsonl"
         hidden = folder / f".{name}"

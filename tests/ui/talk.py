@@ -9,13 +9,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from moeedge.engine.autosave import Autosave, unfinished_chats
+from moeedge.engine.autosave import unfinished_chats
 from moeedge.engine.conversation import Conversation, Message
 from moeedge.engine.session import Session
 from moeedge.engine.types import SamplingConfig
 from moeedge.scheduler.stats import StepRecord
 from moeedge.ui.chat.repl import Repl
-from moeedge.ui.chat.session import origin_of
 from moeedge.ui.chat.settings import Settings
 
 GREEDY = Settings(sampling=SamplingConfig(temperature=0), n_predict=12, gamma=4)
@@ -46,7 +45,7 @@ class Talk:
             switch=switch,
             out=Console(file=out),
             err=Console(file=err, width=200),
-            autosave=Autosave(lambda: folder, origin_of(session, raw=raw)) if saves else None,
+            folder=(lambda: folder) if saves else None,
             unfinished=unfinished_chats(lambda: folder),
             raw=raw,
         )

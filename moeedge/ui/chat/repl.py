@@ -45,8 +45,7 @@ class Repl(Chat):
                 raise
             if self._interrupt.ending:
                 return self._end_by_signal(self._interrupt.exit_code)
-        if self.autosave is not None:
-            self.autosave.close()
+        self.autosave.close()
         return 0
 
     def _next_message(self) -> Next:
@@ -125,7 +124,7 @@ class Repl(Chat):
                     ) as view:
                         n_saved = len(begun)  # tokens
                         for piece in answer.pieces():
-                            if self.autosave is not None and len(answer.tokens) > n_saved:
+                            if len(answer.tokens) > n_saved:
                                 if n_saved == 0:
                                     self.keep()
                                 self.autosave.add_step(piece, answer.tokens[n_saved:])
@@ -168,11 +167,11 @@ class Repl(Chat):
     def _end_by_signal(self, exit_code: int) -> int:
         """After SIGTERM or a closed terminal: the chat stays on disk."""
         self._interrupt.finish()
-        if self.autosave is not None:
-            is_saved = self.autosave.is_saving and bool(self.conversation.messages)
-            self.autosave.close(keep=bool(self.conversation.messages))
-            if is_saved:
-                self.say("moeedge was ended by a signal. The chat is saved: moeedge chat --resume goes on with it.")
-            elif self.autosave.warning:
-                self.say(self.autosave.warning)
+        has_messages = bool(self.conversation.messages)
+        is_saved = self.autosave.is_saving and has_messages
+        self.autosave.close(keep=has_messages)
+        if is_saved:
+            self.say("moeedge was ended by a signal. The chat is saved: moeedge chat --resume goes on with it.")
+        elif self.autosave.warning:
+            self.say(self.autosave.warning)
         return exit_code

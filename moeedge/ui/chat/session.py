@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field, replace
+from pathlib import Path
 
 from rich.console import Console
 
@@ -124,7 +125,7 @@ class Chat:
     """A chat between two answers, as commands read and change it.
 
     read: asks for a message, given the text to begin with; it raises EOFError on Ctrl-D and KeyboardInterrupt on
-    Ctrl-C. err: takes all output but answers. autosave: keeps the chat on disk while it goes on; None: it is not saved.
+    Ctrl-C. err: takes all output but answers. folder: where the chat is kept while it goes on; None: it is not saved.
     unfinished: chats that /resume can take over, the newest first.
     """
 
@@ -135,7 +136,7 @@ class Chat:
     read: Callable[[str], str]
     err: Console
     switch: ModelSwitch
-    autosave: Autosave | None = None
+    folder: Callable[[], Path] | None = None
     unfinished: list[UnfinishedChat] = field(default_factory=list)
     raw: bool = False
     attached: str = field(default="", init=False)  # text of /read, put before the next message
@@ -151,7 +152,7 @@ class Chat:
     def __post_init__(self) -> None:
         session = self.session
         self.settings = replace(self.settings, ctx=session.info.n_ctx, context_shift=session.config.context_shift)
-        self._origin = origin_of(session, raw=self.raw)
+        self.autosave = Autosave(self.folder, origin_of(session, raw=self.raw))
 
     @property
     def info(self) -> EngineInfo:
@@ -241,13 +242,11 @@ class Chat:
     def use_model(self, name: str) -> list[str]:
         """Go on with another model, the conversation kept. Raises MoeedgeError, and the old one stays."""
         self._reopen(lambda: self.switch(name), f"{self.info.model} stays.")
-        self._origin = origin_of(self.session, raw=self.raw)
         info, before = self.session.info, self.settings
         self.settings = self._prepared(settings_of(self.session, before))
         lines = self.apply(replace(self.settings, context_shift=before.context_shift))
         self.begun = []
-        if self.autosave is not None:
-            self.autosave.begin_anew(self._origin)
+        self.autosave.begin_anew(origin_of(self.session, raw=self.raw))
         return [f"Model: {info.model}.", experts_line(info), *warnings_of(info), *lines]
 
     def _adopt(self, chat: UnfinishedChat) -> bool:
@@ -257,10 +256,8 @@ class Chat:
         self.settings = self._prepared(restored(chat.settings, self.settings))
         self.attempt, self.replaced = 0, chat.text or None
         is_known = all(0 <= token < self.session.model.info.n_vocab for token in chat.tokens)
-        self.begun = chat.tokens if chat.origin == self._origin and is_known else []
+        self.begun = chat.tokens if chat.origin == origin_of(self.session, raw=self.raw) and is_known else []
         self.keep()
-        if self.autosave is None:
-            return False
         if self.begun:
             self.autosave.add_step(chat.text, self.begun)
         return self.autosave.is_saving
@@ -278,11 +275,10 @@ class Chat:
 
     def keep(self) -> None:
         """Save what has changed; a failure is reported once."""
-        if self.autosave is not None:
-            self.autosave.update(self.conversation, saved_settings(self.settings))
-            if self.autosave.warning and not self._save_failed:
-                self._save_failed = True
-                say(self.err, self.autosave.warning, style="yellow")
+        self.autosave.update(self.conversation, saved_settings(self.settings))
+        if self.autosave.warning and not self._save_failed:
+            self._save_failed = True
+            say(self.err, self.autosave.warning, style="yellow")
 
     def say(self, text: str) -> None:
         say(self.err, text)
