@@ -13,5 +13,9 @@ REMOVED = [
     (r"choices: (speculation|layers) ", "the part functions has the same functions"),
     (r"options-slow: lab replay.*: config\.", "ReplayInput and ReplayConfig: replays and curves are asked for alike"),
     (r"options-slow: lab replay --(predictor|hint)-accuracy .*: ended\.names", "the message repeats the option's list"),
+    (r"screens: model_views\.card_rows ", "a part of print_card, which is recorded"),
+    (r"screens: bench_views\.batch_curves ", "curve_lines, which is recorded, has lines of the plot instead"),
+    (r"screens: chat\.greeting\.header_line ", "a part of print_header, which is recorded"),
+    (r"screens: tables\.json_lines ", "a part of render, which is recorded"),
     (r"functions: lab\.sim\.step_costs\.program_of: .*\.handoff\.", "calls are timed as they are read"),
 ]
