@@ -59,9 +59,8 @@ class LiveView:
 
     def __post_init__(self) -> None:
         self._pieces: deque[str] = deque()  # from the decoding thread to the painter; append and popleft are atomic
-        self._styler = MarkdownLines() if self.look.markdown else PlainLines()
-        self._thought_styler = PlainLines(_DIM)
         self._is_thought = False  # what the growing line is
+        self._stylers = {False: MarkdownLines() if self.look.markdown else PlainLines(), True: PlainLines(_DIM)}
         self._line = ""  # the growing line
         self._n_shown = 0  # characters of it, as it is shown, that are in rows above the region
         self._region: list[int] = []  # cells of the region's lines on the screen; the cursor is below them
@@ -115,7 +114,7 @@ class LiveView:
         if self.thinking.is_thinking and self.thinking.line:
             growing = [self._painted([(self.thinking.line, _DIM)])]
         elif self._line:
-            growing = self._rows_of(self._current_styler.show(self._line.expandtabs(TAB)))
+            growing = self._rows_of(self._stylers[self._is_thought].show(self._line.expandtabs(TAB)))
         self._write(rows, "".join(f"{row}\n" for row in growing) + self._panel)
 
     # text
@@ -144,18 +143,14 @@ class LiveView:
         *lines, self._line = (self._line + visible(text)).split("\n")
         for line in lines:
             rows += self._end_line(line)
-        shown = self._current_styler.show(self._line.expandtabs(TAB))
+        shown = self._stylers[self._is_thought].show(self._line.expandtabs(TAB))
         certain = wrap_rows(shown.text[self._n_shown : shown.n_certain], self.console.width)[:-1]
         rows += self._rows_of(shown, certain)
         self._n_shown += sum(map(len, certain))
         return rows
 
-    @property
-    def _current_styler(self) -> PlainLines:
-        return self._thought_styler if self._is_thought else self._styler
-
     def _end_line(self, line: str) -> list[str]:
-        rows = self._rows_of(self._current_styler.end(line.expandtabs(TAB)))
+        rows = self._rows_of(self._stylers[self._is_thought].end(line.expandtabs(TAB)))
         self._n_shown = 0
         return rows
 
