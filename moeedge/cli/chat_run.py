@@ -31,7 +31,7 @@ from moeedge.ui.chat import commands
 from moeedge.ui.chat.greeting import print_greeting, print_header, print_warnings
 from moeedge.ui.chat.prompt import make_reader, one_shot_prompt, open_history
 from moeedge.ui.chat.repl import Repl
-from moeedge.ui.chat.session import ModelSwitch, settings_of
+from moeedge.ui.chat.session import ModelSwitch
 from moeedge.ui.chat.settings import Settings
 from moeedge.ui.chat.single import answer_once
 from moeedge.ui.console import is_terminal, notifier, say, set_modes, show_figures, stderr_console, stdout_console
@@ -85,7 +85,6 @@ def run_chat(options: ChatOptions, begin: LoadReading) -> int:
     conversation = Conversation(system=system)
     with ModelSwitch(config, named, run) as switch:
         session = switch.session
-        settings = settings_of(session, settings)
         warnings = [*layer_notes(config), *([busy] if busy and not options.quiet else [])]
         for line in [*notes, *prepare_answers(session, settings.sampling, settings.template, raw=options.raw)]:
             say(err, line)

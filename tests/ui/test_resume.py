@@ -146,7 +146,7 @@ def test_resume_says_that_other_settings_apply(session: Session, tmp_path: Path)
 
 def test_a_resumed_seed_is_no_promise_where_lengths_follow_times(session: Session, tmp_path: Path) -> None:
     cut_off(session, tmp_path, 2, settings=Settings(SamplingConfig(temperature=1, seed=3), n_predict=40, gamma=4))
-    talk = Talk(session, ["/resume"], tmp_path, settings=Settings(n_predict=5, gamma="auto"))
+    talk = Talk(session, ["/set gamma auto", "/resume"], tmp_path, settings=Settings(n_predict=5))
     assert talk.err.count("may give other answers") == 1
     assert talk.repl.settings.sampling.seed == 3
 

@@ -150,9 +150,8 @@ class Chat:
     _save_failed: bool = field(default=False, init=False)  # and the user was told
 
     def __post_init__(self) -> None:
-        session = self.session
-        self.settings = replace(self.settings, ctx=session.info.n_ctx, context_shift=session.config.context_shift)
-        self.autosave = Autosave(self.folder, origin_of(session, raw=self.raw))
+        self.settings = settings_of(self.session, self.settings)
+        self.autosave = Autosave(self.folder, origin_of(self.session, raw=self.raw))
 
     @property
     def info(self) -> EngineInfo:
