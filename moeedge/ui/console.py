@@ -262,7 +262,6 @@ class PullProgress(Bar):
     def __init__(self) -> None:
         console = stderr_console()
         super().__init__(console, BYTES, is_shown=supports_panel(console), transient=False)
-        self._phase = ""
 
     @contextmanager
     def file(self, name: str, total_bytes: int) -> Iterator[Callable[[int, str], None]]:

@@ -240,7 +240,7 @@ class ThinkingSplitter:
         self._start, self._end = (tags.start, tags.end) if tags else ("", "")
         self._held = ""
         self.is_thinking = is_open and tags is not None  # whether the newest text is
-        self._may_begin = tags is not None  # no text but blanks so far
+        self._may_begin = tags is not None and not is_open  # no text but blanks so far
         # of thinking that is left out
         self._read_tokens = n_tokens
         self._start_s = 0.0
@@ -284,14 +284,13 @@ class ThinkingSplitter:
 
     def _split(self, piece: str, *, is_last: bool) -> Iterator[Part]:
         self._held += piece
-        if self._may_begin and not self.is_thinking:
+        if self._may_begin:
             begun = self._held.lstrip()
             if not is_last and begun != self._start and self._start.startswith(begun):
                 return  # also blanks alone
             self._may_begin = False
             self.is_thinking = begun.startswith(self._start)
         if self.is_thinking:
-            self._may_begin = False
             thought, found, rest = self._held.partition(self._end)
             if not found:
                 n_waiting = 0 if is_last else n_begun(self._held, self._end)
