@@ -78,10 +78,10 @@ class HubMachine:
         return [sys.executable, "-m", "moeedge", *arguments]
 
     def run(
-        self, *arguments: str, before: Callable[[], None] | None = None, **environment: str
+        self, *arguments: str, code: int = 0, before: Callable[[], None] | None = None, **environment: str
     ) -> subprocess.CompletedProcess[str]:
-        """Runs the program to its end; `before` runs in the child."""
-        return subprocess.run(
+        """Runs the program to its end, which has to be with exit code `code`; `before` runs in the child."""
+        done = subprocess.run(
             self.command(*arguments),
             env=self.environment(**environment),
             stdin=subprocess.DEVNULL,
@@ -90,6 +90,8 @@ class HubMachine:
             timeout=120,
             preexec_fn=before,
         )
+        assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
+        return done
 
     def blobs(self, repo: str) -> dict[str, bytes]:
         """Blobs of a repository in the cache, complete and unfinished, by name."""
