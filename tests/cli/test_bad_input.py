@@ -124,6 +124,7 @@ REFUSED = {
         "--accept .5 --parallel 2": "",
         "--routing absent.npz": "",
     },
+    "list": {"--fits 12": "--fits 12GB"},
     "lab surface": {"rows.json": "", "absent.json": ""},
     "lab ablate -dev emulated": {"--cutoff 5": "--cutoff 5 layer 0 to 3", "-n 1": "nothing measure -n"},
     "plan": {"--vram 0": "--vram more than 0", "-c 4294967297": "-c from 0 to 16,777,216"},

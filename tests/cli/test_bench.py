@@ -24,8 +24,6 @@ from tests.bench.recording import RecordedBench, Recorder
 from tests.support.commands import SIGNALS, refused, run, run_json
 from tests.support.traces import make_trace
 
-_QUICK = ["-n", "6", "-r", "1", "-t", "1", "--draft-max", "3"]
-
 
 @pytest.fixture
 def talk(tmp_path: Path) -> Path:
@@ -83,19 +81,6 @@ def test_an_interrupted_run_prints_what_was_measured_and_is_resumed(
 def test_without_a_mode_that_can_run_the_reason_is_told(tiny_moe: Path, mode: str, work: list[str]) -> None:
     said = refused("bench", "-m", tiny_moe, "-md", "none", "--modes", mode, *work)
     assert said.count(f"{mode} is left out: ") == 1
-
-
-def test_a_sweep(tiny_moe: Path, tiny_draft: Path, talk: Path, tmp_path: Path) -> None:
-    arguments = ["--policy", "lru,static", "--cache-ratio", "0.25,0.5", "-dev", "emulated", "--no-calibrate"]
-    picture = tmp_path / "sweep.svg"
-    models = ["-m", tiny_moe, "-md", tiny_draft]
-    rows = run_json("bench", *models, "--dataset", talk, *_QUICK, *arguments, "--plot", picture)
-    cached = [row for row in rows if row["mode"] == "moeedge"]
-    assert [(row["policy"], row["cache_ratio"]) for row in cached] == [
-        ("lru", 0.25), ("lru", 0.5), ("static", 0.25), ("static", 0.5),
-    ]  # fmt: skip
-    assert all(0 <= row["hit_rate_pairs"] <= 1 and row["device"].startswith("emulated") for row in cached)
-    assert "<svg" in picture.read_text()
 
 
 @pytest.mark.parametrize(

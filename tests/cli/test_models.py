@@ -20,11 +20,6 @@ def test_without_all_only_what_is_here() -> None:
     assert [row["name"] for row in run_json("list", "--fits", "auto")] == ["bundled"]
 
 
-def test_bad_sizes() -> None:
-    assert "12GB" in refused("list", "--fits", "12")
-    assert "--fits" in refused("list", "--ram", "12GB")
-
-
 def test_a_machine_without_models_is_offered_one() -> None:
     starter = load_catalog().starter()
     assert starter is not None and starter.command in run("list").stdout
