@@ -103,22 +103,23 @@ def known_row(row: ListedModel, choice: Choice | None) -> ModelMemory | None:
     return known_file(Path(row.path), row.size_bytes) if row.path and row.size_bytes else None
 
 
-def estimate(model: ModelMemory, memory: Memory, n_ctx: int = 0, draft: ModelMemory | None = None) -> EstimatedMap:
+def estimate(model: ModelMemory, memory: Memory, draft: ModelMemory | None = None) -> EstimatedMap:
     """Where the weights of `model` go: on the GPU entirely, else experts in RAM and as many on the GPU as fit there.
 
-    n_ctx: 0 as a chat without -c. draft: drafts for it; it is on the GPU if the model uses one.
+    The context is that of a chat without -c. draft: drafts for it; it is on the GPU if the model uses one.
     """
     models = [model] if draft is None else [model, draft]
-    contexts_bytes = sum(each.context_bytes(n_ctx) for each in models) + (draft.weights_bytes if draft else 0)
+    contexts_bytes = sum(each.context_bytes() for each in models) + (draft.weights_bytes if draft else 0)
     free_bytes, total_bytes = memory.vram_bytes - KERNEL_BYTES, memory.vram_total_bytes or memory.vram_bytes
-    on_gpu = model.weights_bytes > 0 and fit_whole(models, free_bytes, total_bytes, n_ctx=n_ctx)
     gpu_bytes = model.dense_bytes + contexts_bytes
-    is_split = not on_gpu and model.n_experts > 0 and memory.vram_bytes > 0
-    is_split = is_split and fits(gpu_bytes, free_bytes, total_bytes)
-    device_ratio = 1.0 if on_gpu else 0.0
-    if is_split:
-        n_all = model.n_expert_layers * model.n_experts
-        each_bytes = model.experts_bytes // n_all
+    place: Place
+    device_ratio, fixed_bytes = 0.0, _PROGRAM_BYTES
+    # experts are pages of the file, which the system may drop; dense weights next to them are read for every token
+    if model.weights_bytes > 0 and fit_whole(models, free_bytes, total_bytes):
+        place, device_ratio, paged_bytes, host_bytes = "GPU", 1.0, 0, 0
+    elif model.n_experts > 0 and memory.vram_bytes > 0 and fits(gpu_bytes, free_bytes, total_bytes):
+        place, paged_bytes, host_bytes = "GPU and RAM", model.experts_bytes, model.experts_bytes
+        each_bytes = model.experts_bytes // (model.n_expert_layers * model.n_experts)
         staging = _LAYOUTS * n_staging_slots(PlacementConfig(), "gpu", model.n_experts, each_bytes)
         device_ratio = plan_budget(
             expert_bytes_total=model.experts_bytes,
@@ -127,20 +128,16 @@ def estimate(model: ModelMemory, memory: Memory, n_ctx: int = 0, draft: ModelMem
             free_bytes=free_bytes - gpu_bytes,
             reserve_bytes=default_reserve(total_bytes) + staging * each_bytes,
         ).ratio
-    # experts are pages of the file, which the system may drop; dense weights next to them are read for every token
-    uses_gpu = on_gpu or is_split
-    fixed_bytes = _PROGRAM_BYTES + (0 if uses_gpu else contexts_bytes)
-    fixed_bytes += model.dense_bytes if model.n_experts and not uses_gpu else 0
-    paged_bytes = 0 if on_gpu else model.experts_bytes if model.n_experts else model.dense_bytes
-    host_bytes = sum(each.weights_bytes for each in models)  # as `engine.loading.host_bytes`
-    host_bytes = 0 if on_gpu else model.experts_bytes if is_split else host_bytes
+    else:
+        place, host_bytes = "RAM", sum(each.weights_bytes for each in models)  # as `engine.loading.host_bytes`
+        paged_bytes = model.experts_bytes if model.n_experts else model.dense_bytes
+        fixed_bytes += contexts_bytes + (model.dense_bytes if model.n_experts else 0)
     ram_total_bytes = memory.ram_total_bytes or memory.ram_bytes
     loads_experts = model.n_experts and not fits(host_bytes, memory.ram_bytes, ram_total_bytes)
-    place: Place = "GPU" if on_gpu else "GPU and RAM" if is_split else "RAM"
     if fixed_bytes + paged_bytes > memory.ram_bytes or loads_experts:
-        place = "nowhere" if fixed_bytes > memory.ram_bytes else "GPU" if on_gpu else "disk"
+        place = "nowhere" if fixed_bytes > memory.ram_bytes else "GPU" if place == "GPU" else "disk"
     ram_ratio = (memory.ram_bytes - fixed_bytes) / model.experts_bytes if model.experts_bytes else 1.0
-    return EstimatedMap(model.default_n_ctx(n_ctx), place, device_ratio, max(0.0, min(1.0, ram_ratio)))
+    return EstimatedMap(model.default_n_ctx(), place, device_ratio, max(0.0, min(1.0, ram_ratio)))
 
 
 @dataclass(frozen=True)
@@ -169,7 +166,7 @@ def fitting(models: Iterable[ListedModel], catalog: Catalog, memory: Memory) -> 
         known = known_row(row, choice)
         if known is not None:
             draft = None if choice is None else chat_draft(catalog, choice)
-            placed = estimate(known, memory, draft=None if draft is None else known_model(draft))
+            placed = estimate(known, memory, None if draft is None else known_model(draft))
             rows += [FittingModel(row, placed)] if placed.place != "nowhere" else []
             sizes[row.name] = known.weights_bytes
     rows.sort(key=lambda row: (_ORDER.index(row.map.place), -sizes[row.model.name]))

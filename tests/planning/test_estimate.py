@@ -31,7 +31,7 @@ def test_qwen3_as_its_header_says_and_granite_as_its_tensors_are() -> None:
     model = named("qwen3-30b-a3b")
     assert model.experts_bytes / 2**20 == pytest.approx(16740, rel=0.01)
     assert model.kv_bytes(8192) / 2**20 == 768
-    found = estimate(model, memory(8), 8192)
+    found = estimate(model, memory(8))
     assert found.place == "GPU and RAM"
     assert found.device_ratio == pytest.approx(0.312, abs=0.01)
     assert named("granite-3.1-1b-a400m").experts_bytes / 1e6 == pytest.approx(731.4, rel=0.03)
@@ -50,13 +50,13 @@ def test_qwen3_as_its_header_says_and_granite_as_its_tensors_are() -> None:
     ],
 )
 def test_places_of_qwen3(vram_gib: float, ram_gib: float, place: str) -> None:
-    assert estimate(named("qwen3-30b-a3b"), memory(vram_gib, ram_gib), 8192).place == place
+    assert estimate(named("qwen3-30b-a3b"), memory(vram_gib, ram_gib)).place == place
 
 
 def test_a_dense_model_is_in_one_place() -> None:
     model = named("qwen3-4b")
     assert model.experts_bytes == 0
-    assert [estimate(model, memory(vram), 4096).place for vram in (8, 3, 0)] == ["GPU", "RAM", "RAM"]
+    assert [estimate(model, memory(vram)).place for vram in (8, 3, 0)] == ["GPU", "RAM", "RAM"]
 
 
 @pytest.mark.parametrize("draft", [None, "qwen3-0.6b"])
@@ -66,9 +66,9 @@ def test_what_is_on_the_gpu_fits_it(draft: str | None) -> None:
     for name in load_catalog().entries:
         model = named(name)
         for vram in (4, 6, 8, 12, 16, 24):
-            found = estimate(model, memory(vram, 128), 8192, drafts)
-            on_gpu = model.context_bytes(8192) + found.device_ratio * model.experts_bytes + model.dense_bytes
-            on_gpu += drafts.weights_bytes + drafts.context_bytes(8192) if drafts else 0
+            found = estimate(model, memory(vram, 128), drafts)
+            on_gpu = model.context_bytes() + found.device_ratio * model.experts_bytes + model.dense_bytes
+            on_gpu += drafts.weights_bytes + drafts.context_bytes() if drafts else 0
             fits = on_gpu <= vram * GIB - default_reserve(vram * GIB) - KERNEL_BYTES + 1
             assert fits or found.place == "RAM" or found.place == "disk", (name, vram)
             assert 0 <= found.device_ratio <= 1
@@ -78,15 +78,15 @@ def test_what_is_on_the_gpu_fits_it(draft: str | None) -> None:
 def test_more_memory_is_never_worse() -> None:
     sizes = ((1, 2), (4, 8), (8, 16), (16, 32), (24, 64), (80, 128))
     for name in load_catalog().entries:
-        ranks = [ORDER.index(estimate(named(name), memory(*size), 8192).place) for size in sizes]
+        ranks = [ORDER.index(estimate(named(name), memory(*size)).place) for size in sizes]
         assert ranks == sorted(ranks), name
 
 
 def test_the_gpu_lacks_its_kernels_and_reserve_and_a_window_costs_once() -> None:
     model = ModelMemory(GIB, None, 1000)
-    needed = GIB + KERNEL_BYTES + 256 * 2**20 + model.context_bytes(4096)
+    needed = GIB + KERNEL_BYTES + 256 * 2**20 + model.context_bytes()
     sizes = [Memory(ram_bytes=GIB * 8, vram_bytes=vram_bytes) for vram_bytes in (needed, needed - 1)]
-    assert [estimate(model, size, 4096).place for size in sizes] == ["GPU", "RAM"]
+    assert [estimate(model, size).place for size in sizes] == ["GPU", "RAM"]
     windowed = ModelMemory(10**6, None, 10, window_bytes=5000)
     assert windowed.kv_bytes(100) == 6000 and windowed.kv_bytes(200) == 7000
 
