@@ -6,6 +6,7 @@ reports what it would allocate.
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -228,11 +229,8 @@ class Planner(Closing):
         trained = self.facts.n_ctx_train
         if self._is_acceptable(trained, ratio, from_disk):
             return trained
-        low, high = 0, -(-trained // N_CTX_STEP)
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self._is_acceptable(middle * N_CTX_STEP, ratio, from_disk) else (low, middle)
-        return low * N_CTX_STEP
+        steps = range(N_CTX_STEP, trained, N_CTX_STEP)
+        return N_CTX_STEP * bisect(steps, False, key=lambda n_ctx: not self._is_acceptable(n_ctx, ratio, from_disk))
 
     def _is_acceptable(self, n_ctx: int, ratio: float, from_disk: bool) -> bool:
         planned = self.map(n_ctx)
