@@ -11,6 +11,7 @@ from moeedge.hardware import nvidia, rpc
 from moeedge.hardware.gpus import unused_gpus
 from moeedge.hardware.host import available_memory, total_memory
 from moeedge.hardware.spec import EMULATED, DeviceSpec
+from moeedge.records import filled
 from moeedge.run import Level, Notification
 from moeedge.units import format_rate
 
@@ -130,14 +131,12 @@ def _automatic(bundled: bool) -> ResolvedDevice:
 def _emulated(spec: DeviceSpec) -> ResolvedDevice:
     link = f", link {format_rate(spec.link_bytes_per_s)}" if spec.link_bytes_per_s else ""
     link += f", latency {spec.latency_us:g} us" if spec.latency_us else ""
-    return ResolvedDevice(
-        "emulated",
+    return filled(
+        ResolvedDevice,
+        spec,
         ggml_name=EMULATED,
         label=f"emulated (CPU{link})",
         llama_device="auto",
-        link_bytes_per_s=spec.link_bytes_per_s,
-        latency_us=spec.latency_us,
-        threads=spec.threads,
         free_bytes=available_memory(),
         total_bytes=total_memory(),
         default_ratio=EMULATED_RATIO,

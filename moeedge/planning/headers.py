@@ -11,7 +11,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
@@ -25,7 +25,7 @@ from moeedge.llama import gguf_file
 from moeedge.llama.gguf_file import expert_bytes, expert_tensors
 from moeedge.llama.model import Model
 from moeedge.native.cache import ExpertTensor
-from moeedge.records import derived, figure
+from moeedge.records import derived, figure, filled
 from moeedge.run import Run
 
 _ALIGNMENT = 32  # bytes; the data section starts at a multiple of it
@@ -130,8 +130,6 @@ def _fetch_header(file: RemoteFile, folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """A model's shape and sizes."""
-
     file: str = figure("The file, or its name for moeedge pull")
     is_here: bool = figure("Whether it is on this machine, possibly incomplete")
     description: str = figure("llama.cpp's description")
@@ -172,9 +170,9 @@ def read_facts(model: Model, file: LoadableModel, names: Mapping[Path, str]) -> 
     tensors = gguf_file.read_all_tensors(file.path)
     experts, _ = expert_tensors(file.path, n_layers=info.n_layers)
     routed = expert_bytes(experts)
-    shared = {each.name: getattr(info, each.name) for each in fields(ModelFacts) if hasattr(info, each.name)}
-    facts = ModelFacts(
-        **shared,
+    facts = filled(
+        ModelFacts,
+        info,
         file=name or str(file.original),
         is_here=name is None,
         n_weights=sum(math.prod(tensor.shape) for tensor in tensors),
