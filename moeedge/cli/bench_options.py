@@ -221,5 +221,4 @@ class BenchOptions:
 
     @property
     def has_synthetic(self) -> bool:
-        """Whether a synthetic test was asked for."""
         return self.n_prompt is not None or bool(self.pairs)

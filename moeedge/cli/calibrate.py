@@ -123,7 +123,6 @@ def show_disk(model: Path | None, unused: list[str], output: Output) -> None:
 
 
 def show_budgets(config: EngineConfig, output: Output) -> None:
-    """Measures expert budgets."""
     from moeedge.bench.budget_choice import choose_budget
     from moeedge.scheduler.calibration import measurement_json
     from moeedge.ui.console import Bar, notifier, stderr_console

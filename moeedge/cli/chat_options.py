@@ -312,7 +312,6 @@ class ChatOptions:
         return (prompt and unescaped(prompt), unescaped(system)) if self.escape else (prompt, system)
 
     def look(self) -> Look:
-        """The chat's settings of the view."""
         return Look(
             stats="off" if self.quiet else "full" if self.verbose else "line",
             show_thinking="auto" if self.show_thinking is None else "on" if self.show_thinking else "off",

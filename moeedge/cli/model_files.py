@@ -131,7 +131,6 @@ def download(wanted: Sequence[WantedModel], progress: PullProgress, *, dry_run: 
 
 
 def notify(text: str) -> None:
-    """Prints a line about the models on standard error."""
     from moeedge.ui.console import note, stderr_console
 
     note(stderr_console(), text)

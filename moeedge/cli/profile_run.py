@@ -27,15 +27,7 @@ from moeedge.trace.steps import GAMMA, Steps, simulated_steps
 from moeedge.ui import figures
 from moeedge.ui.chat.greeting import print_header
 from moeedge.ui.chat.interrupt import Interrupt
-from moeedge.ui.console import (
-    Bar,
-    count_bar,
-    notifier,
-    say,
-    show_figures,
-    stderr_console,
-    stdout_console,
-)
+from moeedge.ui.console import Bar, count_bar, notifier, say, show_figures, stderr_console, stdout_console
 from moeedge.ui.plots import Plot
 from moeedge.ui.profile_plots import plot_profiles, profile_plots, report_html
 from moeedge.ui.profile_views import print_model, print_profiles, run_lines
@@ -121,11 +113,8 @@ def profile_trace(
 
 def show(profiled: Profiled, choice: LayerChoice, *, as_json: bool, plot: Path | None, report: Path | None) -> int:
     """Shows the profile, after a signal of the layers done until then, and writes its files. Returns the exit code."""
-    run, out, err = (
-        run_facts(profiled.trace, profiled.recording, profiled.provenance),
-        stdout_console(),
-        stderr_console(),
-    )
+    run = run_facts(profiled.trace, profiled.recording, profiled.provenance)
+    out, err = stdout_console(), stderr_console()
     n_layers = len(profiled.trace.expert_layers())
     with Interrupt(armed=True) as interrupt, count_bar(err, "profiling", "layers", n_layers) as bar:
         profile = profile_model(

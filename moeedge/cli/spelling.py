@@ -32,8 +32,6 @@ _SWITCHED_ON = dict.fromkeys(("-fa", "--flash-attn"), (re.compile(r"-1|[^-].*"),
 
 @dataclass(frozen=True)
 class Setting:
-    """An option that the environment sets."""
-
     variable: str
     value: str
     spelling: str

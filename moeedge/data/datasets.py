@@ -29,8 +29,6 @@ _SPECULATION = "RedHatAI/speculator_benchmarks"
 
 @dataclass(frozen=True)
 class DatasetFile:
-    """One file of a dataset repository on the hub."""
-
     repo: str
     file: str
     variant: str  # one line: the content of this file

@@ -28,8 +28,6 @@ Place = Literal["environment", "cache", "hub", "file", "package", "several"]
 
 @dataclass(frozen=True)
 class PromptMessage:
-    """One message of a conversation."""
-
     role: Role
     content: str
 
@@ -169,7 +167,6 @@ class Row:
         return next(str(value) for value in values if isinstance(value, (str, int)) and str(value))
 
     def category(self, default: str) -> str:
-        """Returns the category that the row names, else `default`."""
         return str(self.fields.get("category") or default)
 
 
@@ -267,7 +264,6 @@ _READERS: dict[str, tuple[str, Callable[[Path], Iterator[tuple[int, Any]]]]] = {
 
 
 def reads_parquet() -> bool:
-    """Whether pyarrow is installed."""
     return find_spec("pyarrow") is not None
 
 

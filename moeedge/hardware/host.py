@@ -169,7 +169,6 @@ class LoadReading:
 
     @classmethod
     def now(cls) -> LoadReading:
-        """Reads the clocks."""
         times = psutil.cpu_times()._asdict()
         busy_s = sum(seconds for name, seconds in times.items() if name not in _IDLE)
         return cls(busy_s, time.process_time(), time.perf_counter())

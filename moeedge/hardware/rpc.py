@@ -46,7 +46,6 @@ class Worker(NamedTuple):
 
 
 def is_built_in() -> bool:
-    """Whether the installed llama.cpp was built with RPC."""
     return bool(_registry())
 
 

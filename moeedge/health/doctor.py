@@ -53,8 +53,6 @@ _SIMILAR = 0.7  # difflib's ratio from which a name is suggested
 
 @dataclass(frozen=True)
 class Variable:
-    """One environment variable."""
-
     name: str
     effect: str
     default: str = ""

@@ -31,8 +31,6 @@ _MAX_SUGGESTIONS = 5
 
 @dataclass(frozen=True)
 class HubFile:
-    """One file of a repository on the hub."""
-
     path: str
     size_bytes: int | None = None  # None: unknown
     sha256: str | None = None
@@ -122,8 +120,6 @@ class Starter:
 
 @dataclass(frozen=True)
 class Catalog:
-    """All entries by name."""
-
     entries: Mapping[str, ModelEntry] = field(default_factory=dict)
 
     @cached_property

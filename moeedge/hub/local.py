@@ -65,7 +65,6 @@ def hub_cache() -> Path:
 
 
 def repo_folder(repo: str) -> Path:
-    """Returns the folder of a model repository."""
     return hub_cache() / f"models--{repo.replace('/', '--')}"
 
 
@@ -171,8 +170,6 @@ State = Literal["complete", "partial", "absent"]
 
 @dataclass(frozen=True)
 class LocalModel:
-    """A model file on this machine."""
-
     path: Path
     choice: Choice | None = None  # the catalog's entry, if the name was one
     name: str = ""  # as the user wrote it; empty for a path

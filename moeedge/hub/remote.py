@@ -197,8 +197,6 @@ _MAX_HTTP_BYTES = 50 * 1000**3  # the hub serves larger files by its own protoco
 
 @dataclass(frozen=True)
 class WantedModel:
-    """One model to have on this machine."""
-
     role: Role
     name: str  # as the user or the catalog calls it
     licence: str

@@ -116,11 +116,9 @@ class Terminal:
         return self.process.wait(self._timeout_s)
 
     def send(self, signum: signal.Signals) -> None:
-        """Send a signal to the program."""
         self.process.send_signal(signum)
 
     def hang_up(self) -> None:
-        """Close the window."""
         os.close(self._master)
         self._master = -1
 
