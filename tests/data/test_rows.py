@@ -46,20 +46,17 @@ def test_a_malformed_line_is_named(tmp_path: Path, line: str, reason: str) -> No
 def test_unreadable_files(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match="There is no file"):
         load_dataset(str(tmp_path / "absent.jsonl"))
-    (tmp_path / "empty.jsonl").write_text("\n\n")
-    with pytest.raises(DatasetError, match="no prompts"):
-        load_dataset(str(tmp_path / "empty.jsonl"))
-    (tmp_path / "latin.jsonl").write_bytes(_GOOD.encode() + b'{"prompt": "caf\xe9"}\n')
-    with pytest.raises(DatasetError, match="line 2: not UTF-8"):
-        load_dataset(str(tmp_path / "latin.jsonl"))
-    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(_GOOD.encode() * 99)[:-9])
+    for name, content, reason in (
+        ("empty.jsonl", b"\n\n", "no prompts"),
+        ("latin.jsonl", _GOOD.encode() + b'{"prompt": "caf\xe9"}\n', "line 2: not UTF-8"),
+        ("cut.jsonl.gz", gzip.compress(_GOOD.encode() * 99)[:-9], "Cannot read"),
+        ("bomb.jsonl.gz", gzip.compress(bytes(300 << 20), 1), "256 MiB"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(DatasetError, match=reason):
+            load_dataset(str(tmp_path / name))
+    (tmp_path / "folder.jsonl").mkdir()
     with pytest.raises(DatasetError, match="Cannot read"):
-        load_dataset(str(tmp_path / "cut.jsonl.gz"))
-    (tmp_path / "bomb.jsonl.gz").write_bytes(gzip.compress(bytes(300 << 20), 1))
-    with pytest.raises(DatasetError, match="256 MiB"):
-        load_dataset(str(tmp_path / "bomb.jsonl.gz"))
-    with pytest.raises(DatasetError, match="Cannot read"):
-        (tmp_path / "folder.jsonl").mkdir()
         load_dataset(str(tmp_path / "folder.jsonl"))
 
 
