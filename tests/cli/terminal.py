@@ -15,7 +15,6 @@ import sys
 import termios
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[()][A-Z0-9]|\x1b[=>]|\r")
 TIMEOUT_S = 15.0
@@ -140,9 +139,7 @@ class Terminal:
     def __enter__(self) -> Terminal:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()

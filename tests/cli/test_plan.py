@@ -107,7 +107,6 @@ def test_what_is_refused(header: str, tiny: TinyFactory, tmp_path: Path) -> None
     assert "vocabular" in refused("plan", "-m", header, "-md", tiny("qwen3"))
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="signals")
 @pytest.mark.slow
 def test_nothing_is_left_behind_by_ctrl_c_or_a_reader_that_leaves(header: str, tmp_path: Path) -> None:
     temporary = tmp_path / "temporary"  # the folder of kept measurements is next to it
