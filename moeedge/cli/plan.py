@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import typer
@@ -118,11 +116,10 @@ def _find(model: Path | None, draft: str | None, resources: ExitStack) -> tuple[
     from moeedge.planning.headers import locate_or_fetch
     from moeedge.ui.console import notifier, stderr_console
 
-    make_folder = cache(lambda: Path(resources.enter_context(TemporaryDirectory(prefix="moeedge-plan-"))))
     pull_names: dict[Path, str] = {}
 
     def fetch_header(text: str, with_draft: bool) -> LocalModel:
-        path, pull_name = locate_or_fetch(text, make_folder, Run(notifier(stderr_console())))
+        path, pull_name = locate_or_fetch(text, resources, Run(notifier(stderr_console())))
         if pull_name:
             pull_names[path] = pull_name
         choice = find(load_catalog(), text)

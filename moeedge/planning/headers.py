@@ -7,7 +7,7 @@ temporary folder, extended to full length by a hole that takes no room on the di
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -71,8 +71,8 @@ def loadable(path: Path) -> Iterator[LoadableModel]:
         yield LoadableModel(folder / files[0].name, path, missing)
 
 
-def locate_or_fetch(text: str, make_folder: Callable[[], Path], run: Run) -> tuple[Path, str]:
-    """Returns the model that `text` means, or its header from the hub in a folder and its name for moeedge pull.
+def locate_or_fetch(text: str, resources: ExitStack, run: Run) -> tuple[Path, str]:
+    """Returns the model that `text` means, or its header from the hub, until `resources` end, and its pull name.
 
     Raises ModelNameError for an unknown name, DownloadError if the hub does not answer.
     """
@@ -83,7 +83,7 @@ def locate_or_fetch(text: str, make_folder: Callable[[], Path], run: Run) -> tup
         return wanted.local, ""
     if not is_offline():
         run.say(f"{wanted.name} is not on this machine: its header is read from {hub_endpoint()}.")
-    variant, folder = wanted.variant, make_folder()
+    variant, folder = wanted.variant, Path(resources.enter_context(TemporaryDirectory(prefix="moeedge-header-")))
     paths = [_fetch_header(ask_file(variant.repo, file.path, variant.revision), folder) for file in variant.files]
     return paths[0], wanted.name
 
@@ -195,24 +195,23 @@ def read_card(text: str, run: Run) -> ModelCard:
 
     Raises ModelNameError for an unknown name, ModelFileError for an unreadable file, DownloadError.
     """
-    with TemporaryDirectory(prefix="moeedge-show-") as folder:
-        path, name = locate_or_fetch(text, lambda: Path(folder), run)
-        with loadable(path) as file:
-            names = {path: name} if name else {}
-            probe(file.path)
-            with Model.load(file.path, device="none", header_only=True) as model:
-                facts, _ = read_facts(model, file, names)
-                choice = None if Path(text).exists() else find(load_catalog(), text)
-                entry = choice.entry if isinstance(choice, Choice) else None
-                in_file = model.metadata("general.license") or ""
-                return ModelCard(
-                    facts=facts,
-                    name=model.metadata("general.name") or "",
-                    quantization=facts.description.removeprefix(facts.architecture).strip(),
-                    n_embd=model.info.n_embd,
-                    licence=in_file or (entry.licence if entry else ""),
-                    licence_source="file" if in_file else "catalog" if entry else "",
-                    template=model.metadata("tokenizer.chat_template") or "",
-                    drafts=entry.drafts if entry else (),
-                    has_head=model.info.n_head_layers > 0,
-                )
+    with ExitStack() as resources:
+        path, name = locate_or_fetch(text, resources, run)
+        file = resources.enter_context(loadable(path))
+        probe(file.path)
+        model = resources.enter_context(Model.load(file.path, device="none", header_only=True))
+        facts, _ = read_facts(model, file, {path: name} if name else {})
+        choice = None if Path(text).exists() else find(load_catalog(), text)
+        entry = choice.entry if isinstance(choice, Choice) else None
+        in_file = model.metadata("general.license") or ""
+        return ModelCard(
+            facts=facts,
+            name=model.metadata("general.name") or "",
+            quantization=facts.description.removeprefix(facts.architecture).strip(),
+            n_embd=model.info.n_embd,
+            licence=in_file or (entry.licence if entry else ""),
+            licence_source="file" if in_file else "catalog" if entry else "",
+            template=model.metadata("tokenizer.chat_template") or "",
+            drafts=entry.drafts if entry else (),
+            has_head=model.info.n_head_layers > 0,
+        )

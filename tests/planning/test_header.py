@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -108,7 +109,7 @@ def test_a_catalog_name_is_planned_with_its_draft_before_pull(place: HubMachine,
     assert not list(scratch.iterdir()) and place.blobs(BIG[0]) == {}
 
 
-def test_a_long_header_is_fetched_in_pieces(place: HubMachine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_header_is_fetched_in_pieces(place: HubMachine, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in place.environment().items():
         if name.startswith(("HF_", "MOEEDGE_")):
             monkeypatch.setenv(name, value)
@@ -116,10 +117,11 @@ def test_a_long_header_is_fetched_in_pieces(place: HubMachine, tmp_path: Path, m
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr(headers, "_FIRST_BYTES", 256)
-    path, _ = headers.locate_or_fetch(NAME, lambda: tmp_path, Run())
-    assert path.read_bytes() == place.hub.files[BIG][: path.stat().st_size]
-    assert place.hub.ranges()[:3] == [None, "bytes=256-", "bytes=1024-"]
-    assert path.stat().st_size <= 2**16
+    with ExitStack() as resources:
+        path, _ = headers.locate_or_fetch(NAME, resources, Run())
+        assert path.read_bytes() == place.hub.files[BIG][: path.stat().st_size]
+        assert place.hub.ranges()[:3] == [None, "bytes=256-", "bytes=1024-"]
+        assert path.stat().st_size <= 2**16
 
 
 def test_without_network_the_list_of_what_fits_is_named(place: HubMachine) -> None:
