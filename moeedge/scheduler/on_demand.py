@@ -25,8 +25,8 @@ class OnDemandLoader:
 
     Every layer has an even share of the slots. The least recently used expert of the same layer makes room; a layer
     below its share takes slots from layers above theirs, and one that needs more than its share at once from any layer.
-    Counters since the session began: needed, the distinct experts of all layers; loaded, those that were absent before
-    their layer; late, those that were in flight; uncached, those without room.
+    Counters since the session began: loaded, the experts that were absent before their layer; uncached, those of a
+    layer without room.
     """
 
     def __init__(self, cache: ExpertCache) -> None:
@@ -35,7 +35,7 @@ class OnDemandLoader:
         self._last_use: NDArray[np.float32] = np.zeros((shape.n_layers, shape.n_experts), dtype=np.float32)
         self._n_blocks = 0
         self.resize()
-        self.needed = self.loaded = self.late = self.uncached = 0
+        self.loaded = self.uncached = 0
 
     def resize(self) -> None:
         """The cache has other slots now."""
@@ -47,17 +47,14 @@ class OnDemandLoader:
         self._last_use[layer, experts] = self._n_blocks
         resident = self._cache.residency()
         here = resident[layer, experts]
-        n_resident, n_absent = (int((here == state).sum()) for state in (Residency.RESIDENT, Residency.ABSENT))
-        self.needed += experts.size
-        if n_resident == experts.size:
+        if (here == Residency.RESIDENT).all():
             return
         victims = np.argwhere(resident == Residency.RESIDENT).astype(np.int32)
         utility = self._last_use[tuple(victims.T)]
         held = np.count_nonzero(resident, axis=1)
         evict_first = held > self._share if held[layer] < self._share[layer] else np.arange(held.size) == layer
         utility[~evict_first[victims[:, 0]]] += self._n_blocks  # after all of those
-        self.loaded += n_absent
-        self.late += experts.size - n_resident - n_absent
+        self.loaded += int(np.count_nonzero(here == Residency.ABSENT))
         self.uncached += experts.size - self._cache.demand(layer, experts, victims, utility, _TIMEOUT_S)
 
     def make_room(self, predicted: NDArray[np.bool_], uploads: NDArray[np.int32]) -> NDArray[np.int32]:

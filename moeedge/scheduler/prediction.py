@@ -180,8 +180,8 @@ class DraftPrefetch:
 
     In SP-MoE's way (section 3.3) the plan is made anew after each draft token, and drafting never waits. vanilla: in
     AdapMoE's way, SP-MoE's baseline, each draft layer's experts are requested when the layer is computed, and the next
-    layer waits until they have arrived in the cache. is_on: whether that can be used. plans, stops: since the session
-    began, and how often drafting waited.
+    layer waits until they have arrived in the cache. is_on: whether that can be used. stops: how often drafting waited
+    since the session began.
     """
 
     predictor: DraftRouterPredictor
@@ -189,7 +189,6 @@ class DraftPrefetch:
     cache: ExpertCache
     is_on: Callable[[], object]
     vanilla: bool
-    plans: int = field(default=0, init=False)
     stops: int = field(default=0, init=False)
     _tokens: Sequence[int] = field(default=(), init=False)
     _has_pushed: bool = field(default=False, init=False)
@@ -225,7 +224,6 @@ class DraftPrefetch:
             self._has_pushed = self._plan(self._tokens, layers) > 0
 
     def _plan(self, tokens: Sequence[int], layers: slice | None) -> int:
-        self.plans += 1
         plan = self.driver.plan_draft(tokens, self.predictor.prediction, layers=layers)
         self.driver.push()
         return len(plan.uploads)
