@@ -472,6 +472,6 @@ def _cache_fields(placement: PlacementManager | None) -> dict[str, Any]:
     tier, info = placement.first, placement.cache.info
     memory = tier.memory()
     return {
-        **{"device": tier.label, "policy": placement.policy.name, "cache_ratio": tier.cache_ratio},
+        **{"device": tier.label, "policy": placement.driver.policy.name, "cache_ratio": tier.cache_ratio},
         **{"cache_slots": info.n_slots, "pool_bytes": info.pool_bytes, "vram_bytes": memory and memory[0]},
     }

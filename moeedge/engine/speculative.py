@@ -175,7 +175,7 @@ class SpeculativeLoop:
         if placement is not None:
             # the experts that the last step pushed arrive meanwhile; a draft token may push those predicted by now
             placement.begin_step()
-            placement.share(len(self.texts))
+            placement.n_texts = len(self.texts)
         proposals = self._propose(gammas) if proposal is None else [proposal]
         drafted_s = time.perf_counter()
         texts = zip(self.texts, proposals, strict=True)

@@ -20,7 +20,7 @@ from moeedge.llama.context import Context
 from moeedge.native import ActivationCapture, Block
 from moeedge.native.abi import Phase
 from moeedge.native.sensor import Counts
-from moeedge.policies.base import Observation, Policy
+from moeedge.policies.base import Observation
 from moeedge.run import Level, Notification, Run
 from moeedge.scheduler.cache_governor import CacheGovernor
 from moeedge.scheduler.calibration import Calibration
@@ -142,14 +142,10 @@ class PlacementManager:
         if draft_predictor is not None:
             self.draft_prefetch = DraftPrefetch(draft_predictor, self.driver, self.cache, self._prefetching, vanilla)
         self._planning = PlanningThread(overlaps=self.layer_hook is None and self.draft_prefetch is None)
-        self._n_texts = 1  # of a step
+        self.n_texts = 1  # that the next steps verify
         self._in_step = False  # or at a prompt
         self.attach()
         self._reader.skip()
-
-    @property
-    def policy(self) -> Policy:
-        return self.driver.policy
 
     @property
     def active(self) -> bool:
@@ -169,11 +165,11 @@ class PlacementManager:
     @property
     def wants_hidden_states(self) -> bool:
         """Whether the draft is to keep its hidden states for the next plan; a change of mind may take one more step."""
-        return self._keeps_hidden_states and self._n_texts == 1 and self.active and self.driver.reads_drafts
+        return self._keeps_hidden_states and self.n_texts == 1 and self.active and self.driver.reads_drafts
 
     def _prefetching(self) -> DraftPrefetch | None:
         """The prefetch of experts while a draft is made; for several texts the draft predicts none."""
-        return self.draft_prefetch if self._n_texts == 1 and self.active else None
+        return self.draft_prefetch if self.n_texts == 1 and self.active else None
 
     @property
     def earlier_runs(self) -> EarlierRuns | None:
@@ -241,10 +237,6 @@ class PlacementManager:
         """Lets the context that took the lost one's place compute from the slots in RAM."""
         for tier in self.tiers:
             tier.follow(target)
-
-    def share(self, n_texts: int) -> None:
-        """The next steps verify `n_texts` texts."""
-        self._n_texts = n_texts
 
     # one step, in the order of the calls
 
@@ -323,7 +315,7 @@ class PlacementManager:
         """Shows the policy the activations of `batch`, plans for the next one and starts the transfers.
 
         counts: uint32 [n_layers, n_experts]. batch: a prompt if record.n_verified is 0. Of the next batch the last of
-        record.tokens is known, the target's own. order: of several texts (`share`), the places in the batch, those that
+        record.tokens is known, the target's own. order: of several texts (`n_texts`), the places in the batch, those that
         became text first; of the next batch the texts' own tokens are known if there were no drafts.
         """
         if not self.first.attached:
@@ -346,7 +338,7 @@ class PlacementManager:
             elif order is None:
                 observations = [self._reader.verification(counts, batch, record.n_accepted)]
             else:
-                n_accepted = record.n_accepted + self._n_texts - 1  # as if the texts were one
+                n_accepted = record.n_accepted + self.n_texts - 1  # as if the texts were one
                 observations = [self._reader.verification(counts, batch, n_accepted, order)]
                 tokens = [] if record.n_drafted else record.tokens
             self._do(partial(self._observe_and_plan, observations, tokens))

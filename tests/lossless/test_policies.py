@@ -51,7 +51,7 @@ def test_greedy_equals_stock(policy: str, loaded: Loaded) -> None:
         if policy != "spac-program":  # whose utilities rise at five of the batch's tokens, which has no more
             assert stats.uploads > 0 and stats.pairs_hit > 0
         share = placement.predicted_share
-        needs_hidden_states = bool({"draft-inputs", "block-inputs"} & placement.policy.required_inputs)
+        needs_hidden_states = bool({"draft-inputs", "block-inputs"} & placement.driver.policy.required_inputs)
         assert (share is not None) == needs_hidden_states, session.info.notes
         if share is not None and policy != "sp-moe-prefetch":  # a random draft says nothing about a random target
             assert share > 1.5 * loaded.model.info.n_expert_used / MANY_EXPERTS, "no better than chance"

@@ -109,7 +109,7 @@ class Recorder:
 
 
 def record(session: Session) -> Recorder:
-    recorder = Recorder(session.placement.policy)
+    recorder = Recorder(session.placement.driver.policy)
     session.placement.driver.policy = recorder
     return recorder
 
@@ -395,7 +395,7 @@ def test_several_texts_use_nothing_of_the_draft(pair: Pair) -> None:
         with Session.open(config(pair, placement={"policy": policy})) as session:
             manager = session.placement
             for n_texts in (1, 2, 3, 1):
-                manager.share(n_texts)
+                manager.n_texts = n_texts
                 uses = manager.wants_hidden_states if policy == "spac" else manager.draft_prefetch.is_on()
                 assert bool(uses) == (n_texts == 1)
 

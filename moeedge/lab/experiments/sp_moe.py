@@ -119,7 +119,7 @@ def solved_cutoff(config: EngineConfig, run: Run) -> tuple[int, str]:
         if session.placement is None:
             raise InputError("No device holds experts: there is no system to take apart.", "Use -dev emulated.")
         draft_s, transfer_s = (0.0, 0.0) if units is None else (units.draft_token_s, units.transfer_expert_s)
-        n = session.placement.policy.cutoff(info.n_expert_used)
+        n = session.placement.driver.policy.cutoff(info.n_expert_used)
         return n, (
             f"Cutoff layer {n} of {info.n_expert_layers}: a draft token takes {draft_s * 1e3:.2f} ms, an expert "
             f"{transfer_s * 1e6:.1f} us; {info.cache_slots:,} slots."
