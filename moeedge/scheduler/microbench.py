@@ -127,7 +127,11 @@ class _Measuring:
             self._cache.set_device_path(path)
             prefill_ts = self.time_prefill(plain_step_s[max(plain_step_s)] / max(plain_step_s))
         finally:
-            self.close()
+            self._cache.set_timing(False)
+            self._cache.detach()
+            self._cache.clear()
+            self._target.clear()
+            self._sensor.read_counts()
         draft_s = self.time_draft(draft) if draft is not None else 0.0
         return Calibration(
             units=self.cost_model(transfer_s, draft_s, paths_s[path], path),
@@ -139,14 +143,6 @@ class _Measuring:
             n_readers=n_readers,
             device_path_s={path: times_s[self.n_verified] for path, times_s in paths_s.items()},
         )
-
-    def close(self) -> None:
-        """Detaches the cache and empties everything that measuring has filled."""
-        self._cache.set_timing(False)
-        self._cache.detach()
-        self._cache.clear()
-        self._target.clear()
-        self._sensor.read_counts()
 
     def check(self) -> None:
         """Raises Cancelled where the caller wants no measurement any more."""
