@@ -54,6 +54,13 @@ def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Here:
     return Here(monkeypatch, tmp_path)
 
 
+@pytest.fixture
+def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What this test keeps for later runs is here."""
+    monkeypatch.setenv("MOEEDGE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
 @pytest.fixture(autouse=True)
 def _process_kept() -> Iterator[None]:
     """What a command that runs here changes in the process ends with its test: environment, logs, console, network."""

@@ -259,10 +259,8 @@ def test_a_budget_is_given_up_once_it_lost_twice_the_largest_deviation() -> None
     assert not lost_too_many([1.0] * 9, [0.0] * 9, 64)
 
 
-def test_the_choice_is_kept_for_the_same_conditions_only(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bundled_pair: tuple[Path, Path]
-) -> None:
-    monkeypatch.setenv("MOEEDGE_CACHE", str(tmp_path))
+@pytest.mark.usefixtures("cache_folder")
+def test_the_choice_is_kept_for_the_same_conditions_only(bundled_pair: tuple[Path, Path]) -> None:
     config = EngineConfig(model=bundled_pair[0], draft=bundled_pair[1], gamma=8, device="none", n_gpu_layers=0)
     device = resolve_device(config)
     assert read_choice(config, TEMPLATE, device) is None

@@ -19,10 +19,7 @@ from tests.bench.recording import in_ram, make_plan, run, write_conversations
 from tests.support.machine import Here
 from tests.support.markdown import table_rows
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MOEEDGE_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("cache_folder")
 
 
 def begun(plan: BenchPlan) -> Journal:

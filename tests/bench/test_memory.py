@@ -26,6 +26,8 @@ from tests.support.counting import DEVICE, CountingDevice
 from tests.support.memory import SmallMachine
 from tests.support.tiny import make_tiny
 
+pytestmark = pytest.mark.usefixtures("cache_folder")
+
 RATIOS = (0.4, 0.95, 1.05, 2.0)  # weights of target and draft by the memory that is free for them
 MODES = "stock-ar,stock-sd,moeedge,moeedge-ar"
 
@@ -34,11 +36,6 @@ MODES = "stock-ar,stock-sd,moeedge,moeedge-ar"
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Experts of 28 MB, ten times what a computation takes."""
     return make_tiny("qwen3moe", tmp_path_factory.mktemp("model"), layers=8, experts=256, expert_ff=128)
-
-
-@pytest.fixture(autouse=True)
-def own_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MOEEDGE_CACHE", str(tmp_path / "cache"))
 
 
 def _machine(monkeypatch: pytest.MonkeyPatch, ratio: float, *files: Path) -> SmallMachine:

@@ -162,8 +162,8 @@ def test_an_interrupted_run_goes_on(tmp_path: Path, tiny_moe: Path, tiny_draft: 
         assert row.output is not None and row.output.passed and row.output.compared == 6
 
 
-def test_command(tmp_path: Path, tiny_moe: Path, tiny_draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MOEEDGE_CACHE", str(tmp_path / "cache"))
+@pytest.mark.usefixtures("cache_folder")
+def test_command(tmp_path: Path, tiny_moe: Path, tiny_draft: Path) -> None:
     picture = tmp_path / "curve.png"
     pair = ["-m", str(tiny_moe), "-md", str(tiny_draft), "-c", "512", "-t", "1", "-dev", "none"]
     work = ["--dataset", str(write_texts(tmp_path)), "-n", "12", "-r", "1", "--ignore-eos", "--draft-max", "1,3"]

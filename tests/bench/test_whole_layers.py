@@ -209,10 +209,9 @@ def test_whole_layers_alone_need_no_reference(
 
 
 def test_a_mode_that_divides_the_gpu_itself_is_checked_on_its_own_split(
-    tmp_path: Path, model: Path, counting: CountingDevice, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, model: Path, counting: CountingDevice, cache_folder: Path
 ) -> None:
     """Without --cache-ratio moeedge chooses its whole layers: it loads its own target."""
-    monkeypatch.setenv("MOEEDGE_CACHE", str(tmp_path))
     base = EngineConfig(
         model=model, n_ctx=512, n_threads=1, device=DEVICE, placement=PlacementConfig(vram_bytes=6_000_000)
     )

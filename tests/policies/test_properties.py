@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moeedge.errors import InputError
+from moeedge.experts import count_ids
 from moeedge.lab.policies.spac_paper import SpacProgram
 from moeedge.lab.sim.policy_replay import Slots
 from moeedge.policies.base import (
@@ -35,7 +36,6 @@ from moeedge.policies.registry import (
 )
 from tests.support.costs import cost_model
 from tests.support.plans import check_plan
-from tests.support.routing import count
 
 FURTHER = further()  # modules without a row of the table
 # one of each kind
@@ -82,7 +82,7 @@ def observations(shape: CacheShape, seed: int, n_steps: int) -> list[Observation
         ids[shape.group < 0] = -1
         if rng.random() < 0.3:
             ids[-1, : n_tokens // 2] = -1
-        counts = count(ids, shape.n_experts)
+        counts = count_ids(ids, shape.n_experts).astype(np.uint32)
         tokens = rng.integers(0, 30, n_tokens).astype(np.int32)
         known = rng.random() < 0.8
         scores = rng.dirichlet(np.ones(shape.n_experts), (shape.n_layers, n_tokens)).astype(np.float32)
@@ -236,7 +236,7 @@ def test_all_slots_hold_what_is_used_when_everything_fits(name: str) -> None:
     slots = Slots(shape)
     ids = np.tile(np.array([1, 4, 6], dtype=np.int32), (3, 2, 1))
     for _ in range(12):
-        policy.observe(Observation(count(ids, 8), 2, 1, np.array([7, 8], dtype=np.int32), ids))
+        policy.observe(Observation(count_ids(ids, 8), 2, 1, np.array([7, 8], dtype=np.int32), ids))
         slots.push(policy.plan(slots.resident, []))
     assert slots.resident[:, [1, 4, 6]].all()
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from moeedge.experts import count_ids
 from moeedge.policies import token_experts
 from moeedge.policies.token_experts import HiddenStateKNN, NextBatchPredictor, TokenExpertTable
-from tests.support.routing import count
 
 N_LAYERS, N_EXPERTS, N_USED, WIDTH = 3, 16, 2, 12
 N = N_LAYERS * N_EXPERTS
@@ -48,7 +48,7 @@ def test_a_token_seen_often_is_predicted() -> None:
     for _ in range(30):
         predictor.learn(tokens, routed(tokens))
     expected = expect(predictor, EVEN, [4, 9], 2.0)
-    came = count(routed(tokens), N_EXPERTS).reshape(-1)
+    came = count_ids(routed(tokens), N_EXPERTS).reshape(-1)
     assert np.abs(expected - came).max() < 0.05
     assert expected.sum() == pytest.approx(2 * N_USED * N_LAYERS, rel=1e-4)
 
@@ -66,7 +66,7 @@ def test_trust_falls_where_routing_does_not_follow_the_token() -> None:
         ids = random_ids(rng, 4)
         ids[0] = routed(tokens)[0]  # layer 0 does follow it
         expect(predictor, EVEN, tokens.tolist(), 4.0)
-        predictor.fit_trust(EVEN, count(ids, N_EXPERTS).reshape(-1).astype(np.float32) / 4, 4)
+        predictor.fit_trust(EVEN, count_ids(ids, N_EXPERTS).reshape(-1).astype(np.float32) / 4, 4)
         predictor.learn(tokens, ids)
         assert step < 20 or np.all((predictor.trust >= 0) & (predictor.trust <= 1))
     assert predictor.trust[0] > 0.95
@@ -82,7 +82,7 @@ def test_a_new_token_takes_the_row_of_the_oldest() -> None:
     rate = np.zeros(N, dtype=np.float32)
     assert [token for token in range(1, 6) if expect(predictor, rate, [token], 1.0).any()] == [1, 3, 4, 5]
     assert len(predictor.table._row_of) == 4
-    fives = count(routed(np.array([5], dtype=np.int32)), N_EXPERTS).reshape(-1)
+    fives = count_ids(routed(np.array([5], dtype=np.int32)), N_EXPERTS).reshape(-1)
     assert np.array_equal(expect(predictor, rate, [5], 1.0) > 0, fives > 0)  # token 2 left no count
 
 
@@ -185,7 +185,7 @@ def test_a_context_seen_before_is_predicted() -> None:
             ahead.learn(tokens, used)
     for context, used, unused in ((hidden_states, ids, other), (-hidden_states, other, ids)):
         expected = expect(ahead, EVEN, tokens.tolist(), 5.0, context).reshape(N_LAYERS, N_EXPERTS)
-        came, missing = np.abs(expected - count(used, N_EXPERTS)), np.abs(expected - count(unused, N_EXPERTS))
+        came, missing = np.abs(expected - count_ids(used, N_EXPERTS)), np.abs(expected - count_ids(unused, N_EXPERTS))
         assert came.max() < 0.7 and came.mean() < 0.2 * missing.mean()
         assert expected.sum() == pytest.approx(5 * N_USED * N_LAYERS, rel=1e-3)
 
@@ -201,7 +201,7 @@ def test_long_states_keep_their_neighbours() -> None:
         noise = 0.3 * rng.standard_normal(hidden_states.shape).astype(np.float32)
         out = np.zeros(N, dtype=np.float32)
         knn.expect(tokens.tolist()[:-1], hidden_states + noise, out)  # one state per token: no last draft
-        came = count(ids[:, :-1], N_EXPERTS).reshape(-1)
+        came = count_ids(ids[:, :-1], N_EXPERTS).reshape(-1)
         assert np.corrcoef(out, came)[0, 1] > 0.8
 
 

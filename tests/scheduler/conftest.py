@@ -1,4 +1,4 @@
-"""Shared by the tests of sessions with a cache: models, stock's answer, a folder for what is kept."""
+"""Shared by the tests of sessions with a cache: models, stock's answer."""
 
 from __future__ import annotations
 
@@ -23,10 +23,3 @@ def reference(tiny_moe: Path) -> list[int]:
     """Stock's greedy answer to PROMPT."""
     with StockContext(tiny_moe) as stock:
         return stock.greedy(PROMPT, N_PREDICT)[0]
-
-
-@pytest.fixture
-def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where measurements of this test are kept."""
-    monkeypatch.setenv("MOEEDGE_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
