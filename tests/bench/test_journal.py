@@ -39,7 +39,6 @@ def test_the_rest_alone_is_measured(tmp_path: Path, tiny_moe: Path, tiny_draft: 
     plan = make_plan(tiny_moe, tiny_draft, dataset=write_conversations(tmp_path), n_prompt=8, n_gen=20)
     journal = begun(plan)
     _, first = run(plan, journal, stop_after=11)
-    assert journal.path is not None
     journal.path.write_text(journal.path.read_text() + '{"part": 0, "sam')  # a line that an abort cut
     again = resumed(plan)
     assert again.n_done == 11
@@ -74,7 +73,6 @@ def test_other_settings_are_refused(tmp_path: Path, tiny_moe: Path, tiny_draft: 
     plan = make_plan(tiny_moe, None, n_prompt=8, n_gen=8)
     journal = begun(plan)
     run(plan, journal, stop_after=2)
-    assert journal.path is not None
     others = [
         (replace(plan, repetitions=5), "repetitions: 2, now 5"),
         (replace(plan, base=replace(plan.base, n_threads=2)), "n_threads: 1, now 2"),

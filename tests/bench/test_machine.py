@@ -40,7 +40,6 @@ def test_the_weights_and_products_of_a_token(arch: str, tiny: TinyFactory) -> No
         share = experts * info.n_expert_used // info.n_experts if info.n_experts else 0
         return sum(values.values()) - experts + share
 
-    assert found is not None
     assert found.bytes_per_token == used(sizes) - ("output.weight" in sizes) * sizes["token_embd.weight"]
     assert found.limit_ts == pytest.approx(found.read_bytes_per_s / found.bytes_per_token)
     assert found.read_bytes_per_s > 1e8

@@ -129,7 +129,7 @@ def test_synthetic_tests_take_the_context_that_they_need(model: Path) -> None:
     rows, _ = run(make_plan(model, None, modes="stock-ar", n_prompt=4500, repetitions=1, warm_up=False))
     (row,) = rows
     assert row.setup.n_ctx == 4500 and row.pp is not None
-    with pytest.raises(ContextTooSmallError) as caught:
+    with pytest.raises(ContextTooSmallError, match="synthetic tests need 512") as caught:
         run(make_plan(model, None, n_prompt=512, n_ctx=256))
     assert caught.value.exit_code == 2 and "-c 512" in caught.value.hint
 

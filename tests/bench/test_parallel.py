@@ -58,12 +58,10 @@ def test_rows_are_of_every_mode_and_number_of_texts(finished: tuple[list[BenchRo
     assert recorder.total == len(recorder.samples) == 6 + 2 * 8  # alone, then per repetition and mode
     for row in rows:
         assert row.output is not None and row.output.passed and row.output.compared == 6, row.label
-        assert row.parallel is not None and row.parallel.full_batch_share is not None
         assert row.parallel.sequence_ts == pytest.approx(_throughput_ts(row) / row.parallel.n_parallel)
         assert [sample.steps % row.parallel.n_parallel for sample in row.samples] == [0, 0]
         assert 0 < row.parallel.full_batch_share <= 1
-    alone = rows[0].parallel
-    assert alone is not None and alone.full_batch_share == pytest.approx(1)
+    assert rows[0].parallel.full_batch_share == pytest.approx(1)
 
 
 def _throughput_ts(row: BenchRow) -> float:
@@ -84,7 +82,6 @@ def test_speed_ups_are_over_plain_decoding_of_as_many_texts(finished: tuple[list
     rows = finished[0]
     by_label = {row.label: row for row in rows}
     own, plain = by_label["moeedge gamma 3 parallel 4"], by_label["moeedge-ar parallel 4"]
-    assert own.parallel is not None and plain.parallel is not None
     assert (own.parallel.plain_mode, plain.parallel.plain_mode, plain.parallel.speed_up) == ("moeedge-ar", None, None)
     expected = []
     for ours, theirs in zip(own.samples, plain.samples, strict=True):

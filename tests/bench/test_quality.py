@@ -221,7 +221,6 @@ def test_tokens_one_by_one_and_in_batches(tiny_moe: Path) -> None:
                 losses.append(float(negative_log_likelihood(logits, [target])[0]))
         for batch_tokens in (1, 5, 9):
             measured = measure_perplexity(context, _TEXT, batch_tokens=batch_tokens)
-            assert measured is not None
             assert (measured.n_tokens, measured.batch_tokens) == (len(losses), batch_tokens)
             assert measured.nll == pytest.approx(np.mean(losses), abs=0.01)  # a batch rounds otherwise
             assert measured.value == pytest.approx(math.exp(measured.nll))

@@ -51,14 +51,12 @@ def test_three_modes_on_the_same_conversations(finished: tuple[list[BenchRow], R
     for row in rows.values():
         assert row.test == "talk"
         assert row.output is not None and row.output.passed and row.output.compared == 2
-        assert row.pp is not None and row.tg is not None
         assert len(row.pp.values) == len(row.tg.values) == 2
         assert row.ttft_s is not None
     plain, drafted, ours = rows["stock-ar"], rows["stock-sd"], rows["moeedge"]
     assert (plain.ratio, plain.ratio_pp, plain.tokens_per_step, plain.acceptance_rate) == (1.0, 1.0, 1.0, None)
     assert drafted.acceptance_rate == ours.acceptance_rate  # the same drafts in the same loop
     assert drafted.experts_per_verification is None  # stock senses nothing
-    assert ours.experts_per_verification is not None
     assert 4 <= ours.experts_per_verification <= 16  # at least top-k, at most all
     assert ours.cache == CacheFigures()
 
@@ -113,9 +111,7 @@ def test_without_a_draft_the_ratio_is_the_cost_of_the_backend(tmp_path: Path, ti
     rows, _ = run(plan)
     assert [row.mode for row in rows] == ["stock-ar", "moeedge"]
     ours = rows[1]
-    assert (
-        ours.output is not None and ours.output.text == "2/2"
-    )  # the same kernels on the same batches: no near-tie is permitted
+    assert ours.output.text == "2/2"  # the same kernels on the same batches: no near-tie is permitted
     assert (ours.tokens_per_step, ours.setup.draft, ours.setup.gamma) == (1.0, "none", 0)
     assert ours.ratio is not None and ours.ratio > 0
     assert ours.best_stock == () and as_dict(ours)["ratio_best_stock"] is None  # with one stock mode
@@ -137,12 +133,9 @@ def test_synthetic_rows(tiny_moe: Path, tiny_draft: Path) -> None:
     assert list(rows) == [("pp24", "stock-ar"), ("pp24", "moeedge"), ("tg36", "stock-ar"), ("tg36", "moeedge")]
     assert any("stock-sd" in note for note in recorder.notes)
     prefill, decoding = rows["pp24", "moeedge"], rows["tg36", "moeedge"]
-    assert prefill.pp is not None
     assert (prefill.tg, prefill.output, prefill.setup.draft) == (None, None, "none")
     assert len(prefill.pp.values) == 2
-    assert decoding.tg is not None
-    assert decoding.pp is None
-    assert decoding.ratio is not None
+    assert decoding.pp is None and decoding.ratio is not None
     assert [sample.decode_tokens for sample in decoding.samples] == [16, 16, 4] * 2  # in slices
     assert len(decoding.tg.values) == 2
     assert recorder.total == len(recorder.samples) == 2 * 2 * (1 + 3)
@@ -166,9 +159,6 @@ def test_the_context_is_what_the_prompts_need(tmp_path: Path, tiny_moe: Path, ti
     short = make_plan(tiny_moe, None, dataset=write_conversations(tmp_path), n_ctx=16)
     with pytest.raises(ContextTooSmallError, match="No prompt fits"):
         run(short)
-    synthetic = make_plan(tiny_moe, None, n_prompt=512, n_ctx=256)
-    with pytest.raises(ContextTooSmallError, match="synthetic tests need 512"):
-        run(synthetic)
 
 
 def test_the_record_names_the_choices_behind_its_figures(tmp_path: Path, tiny_moe: Path, tiny_draft: Path) -> None:
@@ -266,7 +256,6 @@ def test_without_a_warm_up_the_first_repetition_is_cold(tmp_path: Path, tiny_moe
     ]  # fmt: skip
     assert as_dict(swept)["warm"] is False
     cold, warm = swept.samples[0].placement, swept.samples[2].placement
-    assert cold is not None and warm is not None
     assert warm["pairs_hit"] == warm["pairs"]
     assert cold["uploads"] > 0 == warm["uploads"]
 

@@ -54,8 +54,6 @@ def test_speed_is_all_tokens_over_all_seconds_of_a_repetition() -> None:
         _sample("m", "b", 1, tokens=0, seconds=0.0),  # stopped at once
     ]
     decoding, prefill = speed(samples, "decode"), speed(samples, "prefill")
-    assert decoding is not None
-    assert prefill is not None
     assert decoding.values == (20.0, 2.5)
     assert prefill.values == (40.0, 5.0)
     assert (decoding.mean, decoding.median, decoding.stddev) == (11.25, 11.25, pytest.approx(12.374, abs=1e-3))
@@ -95,7 +93,6 @@ def test_a_stop_token_was_decoded_too() -> None:
 
 def test_a_sample_keeps_the_difference() -> None:
     counters = counted(_BEGIN, _END)
-    assert counters is not None
     assert set(counters) == set(COUNTERS)
     assert (counters["steps"], counters["pairs"], counters["pairs_hit"], counters["uploads"]) == (2, 200, 100, 0)
     assert counted(None, None) is None

@@ -41,12 +41,10 @@ def test_the_most_layers_that_fit(tiny_moe: Path) -> None:
     splits = [planner.for_budget(PLAIN, least), planner.for_budget(PLAIN, 2**40)]
     assert [split and split.layers.n_whole for split in splits] == [0, 3]
     everything = splits[1]
-    assert everything is not None
     assert everything.layers.expert_bytes == expert_bytes(tensors)
     assert everything.use.total_bytes > least + expert_bytes(tensors)  # larger compute buffers, too
     for budget in range(least, everything.use.total_bytes + 2, (everything.use.total_bytes - least) // 7):
         split = planner.for_budget(PLAIN, budget)
-        assert split is not None
         assert split.use.total_bytes <= budget
         tries = [planner._tried(n, False).use.total_bytes for n in range(4)]
         assert split.layers.n_whole == max(n for n in range(4) if tries[n] <= budget)
@@ -112,7 +110,6 @@ def test_a_sweep_has_whole_layers_for_each_ratio() -> None:
 def test_the_fastest_mode_with_whole_layers_is_the_measure(tmp_path: Path, tiny_moe: Path) -> None:
     plan = make_plan(tiny_moe, None, dataset=write_conversations(tmp_path, n=1), n_predict=2, repetitions=1)
     stock, ours = run(plan)[0]
-    assert ours.ratio is not None
     layered = [
         replace(stock, mode="stock-ncmoe", ratio=1.5, ratio_pp=0.5),
         replace(stock, mode="stock-ncmoe-sd", ratio=2.0, ratio_pp=0.4),
@@ -121,7 +118,6 @@ def test_the_fastest_mode_with_whole_layers_is_the_measure(tmp_path: Path, tiny_
     ]
     compared = compare_with_whole_layers([ours, *layered])
     assert compared[0].ratio_ncmoe == ours.ratio / 2.0
-    assert compared[0].ratio_pp_ncmoe is not None and ours.ratio_pp is not None
     assert compared[0].ratio_pp_ncmoe == ours.ratio_pp / 0.5
     assert [row.ratio_ncmoe for row in compared[1:]] == [0.75, 1, 1, 1]
     assert compare_with_whole_layers([ours])[0].ratio_ncmoe is None
@@ -146,7 +142,6 @@ def _check(rows: list[BenchRow]) -> None:
     records = {row.mode: as_dict(row) for row in rows}
     assert list(records) == _MODES.split(",")
     for row in rows:
-        assert row.output is not None
         assert row.output.passed, row.output.different
     ours = records["moeedge"]
     parts = ("weights", "kv", "compute", "cache")

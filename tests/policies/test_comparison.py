@@ -111,9 +111,7 @@ def bundled_steps(bundled_pair: tuple[Path, Path]) -> Schedule:
     config = EngineConfig(model=target, draft=draft, n_ctx=1024, gamma=8, n_threads=1, device="none")
     with Session.open(config) as session:
         recording = record_routing(session, prompts, n_predict=96, sampling=SamplingConfig(temperature=0.0))
-    schedule = recorded_schedule(recording.trace)
-    assert schedule is not None
-    return schedule
+    return recorded_schedule(recording.trace)
 
 
 @pytest.fixture(scope="module")

@@ -57,7 +57,6 @@ def blocks(fixed_s: float, expert_s: float, token_s: float, *, noise: float = 0.
 def fitted(*records: np.ndarray) -> list[float]:
     """Of a block, of an expert with one token, of each further token."""
     fit = fit_side(*records)
-    assert fit is not None
     curve_s = fit.curve()
     assert curve_s.shape == (CURVE_TOKENS + 1,) and curve_s[0] == 0 and curve_s[1] == fit.expert_s
     assert np.diff(curve_s[1:]) == pytest.approx(fit.token_s)

@@ -30,7 +30,6 @@ from moeedge.scheduler import opening
 from moeedge.scheduler.cache_governor import CacheGovernor
 from moeedge.scheduler.calibration import Calibration
 from moeedge.scheduler.config import PlacementConfig
-from moeedge.scheduler.stats import PlacementStats
 from tests.scheduler.conftest import N_PREDICT, PROMPT
 from tests.support.answers import assert_equal_answers as check
 from tests.support.hybrid import NeverPays
@@ -68,12 +67,6 @@ def answer(session: Session, prompt: Sequence[int] = PROMPT, n_predict: int = N_
 def has_note(session: Session, *words: str) -> bool:
     """Whether a note has all of the words."""
     return any(all(word in note for word in words) for note in session.info.notes)
-
-
-def stats_of(session: Session) -> PlacementStats:
-    stats = session.placement_stats()
-    assert stats is not None
-    return stats
 
 
 def drain(session: Session) -> None:
@@ -124,13 +117,13 @@ def test_what_the_session_reports(session: Session) -> None:
 
 
 def test_counters(session: Session) -> None:
-    before = stats_of(session)
+    before = session.placement_stats()
     assert (before.steps, before.pairs, before.uploads, before.slots_used) == (0, 0, 0, 0)
     n_steps = 0
     for _ in range(2):
         n_steps += answered(session, PROMPT, N_PREDICT).stats.steps
         drain(session)
-    stats = stats_of(session)
+    stats = session.placement_stats()
     assert stats.steps == n_steps
     assert 0 < stats.pairs_hit <= stats.pairs and 0 < stats.unique_hit <= stats.unique
     assert stats.uploads - stats.evictions == stats.slots_used <= stats.slots_total == 24
@@ -139,7 +132,7 @@ def test_counters(session: Session) -> None:
     assert 0 < stats.schedule_s < stats.decode_s and 0 < stats.draft_s < stats.decode_s
     assert 0 < stats.partition_s < stats.decode_s
     assert 0 < stats.hit_rate_pairs <= 1
-    interval = stats_of(session) - stats
+    interval = session.placement_stats() - stats
     assert (interval.steps, interval.pairs, interval.slots_used) == (0, 0, stats.slots_used)
     assert set(as_dict(stats)) >= {"hit_rate_pairs", "partition_s", "tau", "lost"}
 
@@ -209,25 +202,25 @@ def test_experts_stay_for_a_new_conversation_and_unused_in_stock_mode(session: S
     recorder = record(session)
     answer(session)
     drain(session)
-    used = stats_of(session).slots_used
+    used = session.placement_stats().slots_used
     session.reset()
     assert recorder.resets == 1
-    assert stats_of(session).slots_used == used > 0
+    assert session.placement_stats().slots_used == used > 0
     session.set_mode("stock")
-    before = stats_of(session)
+    before = session.placement_stats()
     assert answer(session) == reference
-    interval = stats_of(session) - before
+    interval = session.placement_stats() - before
     assert (interval.pairs, interval.steps, interval.uploads) == (0, 0, 0)
     session.set_mode("moeedge")
     session.reset()
     assert answer(session) == reference
-    assert (stats_of(session) - before).pairs_hit > 0
+    assert (session.placement_stats() - before).pairs_hit > 0
 
 
 def test_policy_none_moves_nothing(pair: Pair, reference: list[int]) -> None:
     with Session.open(config(pair, placement={"policy": "none"})) as session:
         assert answer(session) == reference
-        assert (stats_of(session).uploads, stats_of(session).pairs_hit) == (0, 0)
+        assert (session.placement_stats().uploads, session.placement_stats().pairs_hit) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -304,7 +297,7 @@ def test_trouble_is_reported_once(
     assert len(received) == 1 and sentence in received[0] and received[0].level is Level.WARNING
     assert session.info.notes[-1] == received[0]
     lost = "lost" in change
-    assert stats_of(session).lost == lost == (not session.placement.active)
+    assert session.placement_stats().lost == lost == (not session.placement.active)
     assert (len(recorder.upcoming) == n_plans) == lost
 
 

@@ -13,7 +13,7 @@ from moeedge.native.cache import ExpertCache
 from moeedge.run import Level, Notification
 from moeedge.scheduler.tiers import TierState
 from tests.scheduler.conftest import N_PREDICT, PROMPT
-from tests.scheduler.test_manager import N_EXPERTS, N_LAYERS, Pair, answer, check, config, stats_of
+from tests.scheduler.test_manager import N_EXPERTS, N_LAYERS, Pair, answer, check, config
 from tests.support.hybrid import NeverPays
 from tests.support.machine import MIB, FreeMemory
 from tests.support.sessions import GREEDY
@@ -93,7 +93,7 @@ def test_cache_gives_slots_back_in_mid_answer(policy: str, pair: Pair, reference
         smaller = [n for n, before in zip(n_slots[1:], n_slots, strict=False) if n != before]
         assert (n_slots[0], smaller[0]) == (36, 26)
         assert len(warnings) == len(smaller)
-        stats = stats_of(session)
+        stats = session.placement_stats()
         assert stats.slots_total == session.placement.cache.info.n_slots == smaller[-1]
         assert stats.uploads - stats.evictions == stats.slots_used <= smaller[-1]
         assert stats.blocks >= N_LAYERS * stats.steps, "counters go on"
@@ -119,26 +119,11 @@ def test_a_cache_that_is_off_gives_slots_back_as_well(pair: Pair, reference: lis
         assert manager.active and manager.cache.stats().slots_used > 0
 
 
-def test_cache_without_room_is_off_and_the_answer_goes_on(pair: Pair, reference: list[int]) -> None:
-    warnings = list[str]()
-    with Session.open(config(pair, 0.5)) as session:
-        manager = session.placement
-        manager.run.show, manager._op_offload = warnings.append, False
-        free_bytes = manager.cache.info.pool_bytes
-        tokens, _ = governed_answer(session, free_bytes, lambda step: 0 if step > 4 else free_bytes)
-        check(session, PROMPT, reference, tokens)
-        assert manager.cache.info.n_slots == manager.cache.info.pool_bytes == 0
-        assert not manager.active
-        assert len(warnings) == 1 and "is off" in warnings[0] and "Prompts" in warnings[0]
-        assert answer(session, n_predict=8)
-        manager.tiers[0].resize(N_LAYERS * N_EXPERTS // 2)
-        assert manager.active
-        assert np.all(manager.cache.residency() == 0)
-
-
-def test_cache_that_cannot_be_opened_again_is_off_and_the_answer_goes_on(
-    pair: Pair, reference: list[int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("opens_again", [True, False])
+def test_cache_without_room_is_off_and_the_answer_goes_on(
+    pair: Pair, reference: list[int], monkeypatch: pytest.MonkeyPatch, opens_again: bool
 ) -> None:
+    """All of its memory is needed, or the cache cannot be opened with fewer slots."""
     open_cache = ExpertCache._open
 
     def fail_with_slots(cache: ExpertCache) -> None:
@@ -147,13 +132,17 @@ def test_cache_that_cannot_be_opened_again_is_off_and_the_answer_goes_on(
         open_cache(cache)
 
     warnings = list[str]()
-    with Session.open(config(pair, 0.75)) as session:
+    with Session.open(config(pair, 0.5)) as session, monkeypatch.context() as patch:
         manager = session.placement
         manager.run.show, manager._op_offload = warnings.append, False
-        reserve_bytes = 10 * slot_bytes_of(session)
-        monkeypatch.setattr(ExpertCache, "_open", fail_with_slots)
+        reserve_bytes = manager.cache.info.pool_bytes if opens_again else 10 * slot_bytes_of(session)
+        if not opens_again:
+            patch.setattr(ExpertCache, "_open", fail_with_slots)
         tokens, _ = governed_answer(session, reserve_bytes, lambda step: 0 if step > 4 else reserve_bytes)
         check(session, PROMPT, reference, tokens)
-        assert manager.cache.info.n_slots == 0 and not manager.active
+        assert manager.cache.info.n_slots == manager.cache.info.pool_bytes == 0 and not manager.active
         assert len(warnings) == 1 and "is off" in warnings[0] and "Prompts" in warnings[0]
         assert answer(session, n_predict=8)
+        patch.undo()
+        manager.tiers[0].resize(N_LAYERS * N_EXPERTS // 2)
+        assert manager.active and np.all(manager.cache.residency() == 0)

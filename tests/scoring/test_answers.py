@@ -33,15 +33,11 @@ from moeedge.scoring.answers import (
         ("so 4\n#### 18", "18"), ("#### $1,000 in 2 weeks", "1000"), ("#### 5\n#### 6", "6"), ("18.0", "18"),
         ("#### Step 3: 20 in all\n21", "21"),  # a heading is no mark
         (r"\boxed{12} since 2020", "12"), (r"\boxed{\$12}", "12"),
+        *((answer, None) for answer in ("", "none", "####", "eighteen", "- - -", ".")),
     ],
 )  # fmt: skip
-def test_numbers(answer: str, number: str) -> None:
-    assert last_number(answer) == Decimal(number)
-
-
-@pytest.mark.parametrize("answer", ["", "none", "####", "eighteen", "- - -", "."])
-def test_no_number(answer: str) -> None:
-    assert last_number(answer) is None
+def test_numbers(answer: str, number: str | None) -> None:
+    assert last_number(answer) == (None if number is None else Decimal(number))
 
 
 def test_a_reference_has_one_number() -> None:
@@ -59,15 +55,11 @@ def test_a_reference_has_one_number() -> None:
         ("I think so.\nD", "D"), ("(b)", "B"), ("F. Because of that, and A is wrong", "F"), ("**(E)** is it", "E"),
         ("It is not (A) but (B)", "B"), ("I would say C", "C"), ("So the answer is: I", "I"),
         ("Answer: I think C", "C"),
+        *((answer, None) for answer in ("", "A car is a thing", "I think not", "none of them", "42", "(K)", "ABC")),
     ],
 )  # fmt: skip
-def test_letters(answer: str, letter: str) -> None:
+def test_letters(answer: str, letter: str | None) -> None:
     assert chosen_letter(answer) == letter
-
-
-@pytest.mark.parametrize("answer", ["", "A car is a thing", "I think not", "none of them", "42", "(K)", "ABC"])
-def test_no_letter(answer: str) -> None:
-    assert chosen_letter(answer) is None
 
 
 @pytest.mark.parametrize(
