@@ -142,19 +142,17 @@ class Trace:
     )
 
     def __post_init__(self) -> None:
-        shape = (self.ids.shape[0] if self.ids.ndim else 0, self.meta.n_layers, self.meta.n_expert_used)
-        for name in _REQUIRED:
-            array, row_type = getattr(self, name), figures(Trace)[name].kind.split()[0]
-            dtype = ids_dtype(self.meta.n_experts) if name == "ids" else np.dtype(row_type)
-            expected = shape if name == "ids" else shape[:1]
-            if array.dtype != dtype or array.shape != expected:
-                raise ValueError(f"{name} must be {dtype} {list(expected)}, not {array.dtype} {list(array.shape)}")
-        if self.weights is not None and (self.weights.dtype != np.float16 or self.weights.shape != shape):
-            raise ValueError(f"weights must be float16 {list(shape)}")
-        states = self.hidden_states
-        if states is not None:
-            is_valid = states.dtype == np.float16 and states.shape == (shape[0], max((1, *states.shape[1:])))
-            require(is_valid, f"states must be float16 [{shape[0]}, d], d at least 1")
+        n_tokens = self.ids.shape[0] if self.ids.ndim else 0
+        lengths = {"T": n_tokens, "L": self.meta.n_layers, "k": self.meta.n_expert_used}
+        if self.hidden_states is not None:
+            lengths["d"] = max(1, self.hidden_states.shape[-1]) if self.hidden_states.ndim else 1
+        for name, array in self._arrays().items():
+            *types, axes = figures(Trace)[name].kind.split()
+            dtype = ids_dtype(self.meta.n_experts) if name == "ids" else np.dtype(types[0])
+            shape = tuple(lengths[axis] for axis in axes)
+            if array.dtype != dtype or array.shape != shape:
+                in_file, given = _IN_FILE.get(name, name), f"{array.dtype} {list(array.shape)}"
+                raise ValueError(f"{in_file} must be {dtype} {list(shape)}, not {given}")
         is_known = (self.ids < self.meta.n_experts) | (self.ids == self.sentinel)
         require(is_known.all(), f"an expert id is not below n_experts = {self.meta.n_experts}")
         is_phase = (self.phase >= Phase.PREFILL) & (self.phase <= Phase.VERIFY)
