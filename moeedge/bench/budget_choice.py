@@ -220,7 +220,6 @@ class Trials:
         self._arm = BenchArm(MODES["moeedge"], session)
 
     def run(self) -> BudgetChoice:
-        """Measures unbudgeted verification and all candidates."""
         start_s = time.perf_counter()
         source = load_calibration() if is_toy(self._session.model) else load_calibration_text()
         is_tasks = isinstance(source, Dataset)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
@@ -13,7 +13,7 @@ from moeedge.data.prompts import Dataset, EvaluationText
 from moeedge.engine.types import DraftWord, EngineConfig
 from moeedge.errors import InputError, require
 from moeedge.policies.expert_budget import ExpertBudget
-from moeedge.policies.registry import where_simulated
+from moeedge.policies.registry import POLICIES, where_simulated
 from moeedge.scheduler.config import ExecutionConfig
 from moeedge.scheduler.governor import GAMMA_MAX
 
@@ -137,12 +137,10 @@ class Sweep:
 
     @property
     def has_caches(self) -> bool:
-        """Whether expert caches are compared."""
         return bool(self.policies or self.ratios)
 
     @property
     def is_set(self) -> bool:
-        """Whether anything is compared."""
         return self.has_caches or bool(self.budgets or self.counts) or len(self.gammas) > 1
 
     def modes(self, modes: Sequence[BenchMode]) -> tuple[BenchMode, ...]:
@@ -231,11 +229,11 @@ def _p_min(mode: BenchMode, text: str) -> float:
     raise InputError(f"'{text}' is not a least probability from p0 to p1.", hint)
 
 
-def parse_policies(text: str | None, policies: Iterable[str]) -> tuple[str, ...]:
+def parse_policies(text: str | None) -> tuple[str, ...]:
     """Reads a comma-separated list of policies, each kept once; () for None. Raises InputError."""
     if text is None:
         return ()
-    usable = [name for name in policies if name != NO_POLICY]
+    usable = [name for name in POLICIES if name != NO_POLICY]
     listed = ", ".join(usable)
     hint = f"Choose from: {listed}, separated by commas."
     names = _parse_list(text, "--policy", hint)
@@ -287,7 +285,6 @@ class SyntheticTest:
 
     @property
     def n_ctx(self) -> int:
-        """Tokens that the context must hold."""
         return self.depth + self.n_prompt + self.n_gen
 
     def __post_init__(self) -> None:

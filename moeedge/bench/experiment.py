@@ -169,7 +169,6 @@ class Work(ABC):
 
     @property
     def n_samples(self) -> int:
-        """Samples of a mode in one repetition."""
         return sum(self.parts.values())
 
     def take_over(self, samples: Sequence[Sample], modes: Sequence[BenchMode], *, by_mode: bool) -> None:

@@ -162,8 +162,6 @@ NO_REFERENCE = "no reference"
 
 @dataclass(frozen=True)
 class CategoryScore:
-    """The mean score of one category of a dataset."""
-
     category: str = figure("Category of the prompts")
     score: float = figure("Mean score", most=1)
     n_scored: int = figure("Number of scored answers")
@@ -171,8 +169,6 @@ class CategoryScore:
 
 @dataclass(frozen=True)
 class Unscored:
-    """Answers without a score."""
-
     reason: str = figure("Why they have no score")
     n: int = figure("Number of answers")
 

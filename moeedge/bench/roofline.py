@@ -58,7 +58,6 @@ class Weights:
 
     @classmethod
     def read(cls, model: Model) -> Weights:
-        """Reads a model's headers."""
         path, n_layers, used_per_layer = model.path, model.info.n_layers, model.info.used_per_layer
         tensors = [t for part in gguf_file.parts(path) for t in gguf_file.read_tensors(part)]
         # the blocks after the last layer are heads, which draft
@@ -90,7 +89,6 @@ class Roofline:
 
     @property
     def bytes_per_token(self) -> int:
-        """Of weights."""
         return round(self.weights.bytes_of(1))
 
     @property

@@ -103,12 +103,10 @@ class Sample(AnswerSums):
 
     @property
     def pp_ts(self) -> float | None:
-        """Prefill speed in tokens/s."""
         return self.rate_ts("prefill")
 
     @property
     def tg_ts(self) -> float | None:
-        """Decode speed in tokens/s."""
         return self.rate_ts("decode")
 
 
@@ -228,7 +226,6 @@ def disturbance(samples: Samples, reference: Samples, n_threads: int) -> Disturb
 
 
 def quotient(numerator: float, denominator: float) -> float | None:
-    """Returns numerator / denominator; None for a denominator of 0."""
     return numerator / denominator if denominator else None
 
 

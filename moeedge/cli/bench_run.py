@@ -40,7 +40,6 @@ from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
 from moeedge.hardware.provenance import read_provenance
 from moeedge.policies.expert_budget import ExpertBudget
-from moeedge.policies.registry import POLICIES
 from moeedge.run import Run
 from moeedge.ui.bench_plots import draw
 from moeedge.ui.bench_views import difference_lines, quiet_lines, render
@@ -59,7 +58,7 @@ def run_bench(options: BenchOptions) -> int:
     if gammas := options.draft_max:
         fixed = [gamma for gamma in gammas if gamma != "auto"]
         engine = replace(engine, draft_max="auto" if len(fixed) < len(gammas) else max(fixed))
-    policies, ratios = parse_policies(options.policy, POLICIES), parse_ratios(options.cache_ratio)
+    policies, ratios = parse_policies(options.policy), parse_ratios(options.cache_ratio)
     sweep = Sweep(policies, ratios, gammas=gammas or (), counts=parallel or ())
     # comparisons of caches and budgets, and texts decoded together have drafts of one length
     auto = not (options.compares_caches or parallel or budgets or options.perplexity)

@@ -159,7 +159,6 @@ class TrialCredit:
         self.seconds = min(self._most * step_s, before + self._SHARE * spent_s)
 
     def pay(self, cost_s: float) -> None:
-        """A trial has cost so much."""
         if self.seconds is not None:
             self.seconds -= cost_s
 

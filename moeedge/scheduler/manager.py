@@ -315,8 +315,8 @@ class PlacementManager:
         """Shows the policy the activations of `batch`, plans for the next one and starts the transfers.
 
         counts: uint32 [n_layers, n_experts]. batch: a prompt if record.n_verified is 0. Of the next batch the last of
-        record.tokens is known, the target's own. order: of several texts (`n_texts`), the places in the batch, those that
-        became text first; of the next batch the texts' own tokens are known if there were no drafts.
+        record.tokens is known, the target's own. order: of several texts (`n_texts`), the places in the batch, those
+        that became text first; of the next batch the texts' own tokens are known if there were no drafts.
         """
         if not self.first.attached:
             if self.governor is not None:  # it switched the cache off, whose slots are still on the device
