@@ -92,6 +92,7 @@ def test_a_run_without_samples_leaves_no_file(tmp_path: Path, tiny_moe: Path) ->
     assert journal.path is None
     with pytest.raises(InputError, match="no interrupted bench"):
         resumed(plan)
+    assert run(plan, begun(plan), stop_after=0)[0] == []
     run(plan, begun(plan), stop_after=1)
     assert resumed(plan).n_done == 1
 

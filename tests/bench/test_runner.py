@@ -141,16 +141,6 @@ def test_synthetic_rows(tiny_moe: Path, tiny_draft: Path) -> None:
     assert recorder.total == len(recorder.samples) == 2 * 2 * (1 + 3)
 
 
-@pytest.mark.parametrize(("n_samples", "n_turns"), [(0, 0), (4, 1), (10, 3)])
-def test_an_interrupted_run_reports_the_work_of_all_modes(
-    tmp_path: Path, tiny_moe: Path, tiny_draft: Path, n_samples: int, n_turns: int
-) -> None:
-    plan = make_plan(tiny_moe, tiny_draft, dataset=write_conversations(tmp_path))
-    rows, recorder = run(plan, stop_after=n_samples)
-    assert len(recorder.samples) == n_samples
-    assert [len(row.samples) for row in rows] == ([n_turns] * 3 if n_turns else [])
-
-
 def test_the_context_is_what_the_prompts_need(tmp_path: Path, tiny_moe: Path, tiny_draft: Path) -> None:
     plan = make_plan(tiny_moe, tiny_draft, dataset=write_conversations(tmp_path, n=3), n_predict=2, n_ctx=256)
     (row, *_), recorder = run(plan)

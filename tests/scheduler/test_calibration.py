@@ -97,7 +97,8 @@ def test_json_keeps_everything() -> None:
     read = parse_measurement(Calibration, measurement_json(made(units=units)))
     assert replace(read, units=None) == made(from_file=True)
     assert kept_fields(read.units) == kept_fields(units)
-    for text in ("", "[]", "{}", json.dumps({"schema": 1, "units": 3})):
+    other_version = json.dumps(kept_fields(made()) | {"schema": 0})
+    for text in ("", "[]", "{}", "1", "no JSON", json.dumps({"schema": 1, "units": 3}), other_version):
         with pytest.raises(ValueError):
             parse_measurement(Calibration, text)
 

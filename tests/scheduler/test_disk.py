@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import mmap
 import os
 from collections.abc import Callable
@@ -18,7 +17,7 @@ import pytest
 from moeedge.errors import ModelFileError
 from moeedge.llama import gguf_file
 from moeedge.scheduler import disk
-from moeedge.scheduler.calibration import kept_fields, measurement_json, parse_measurement
+from moeedge.scheduler.calibration import measurement_json, parse_measurement
 from moeedge.scheduler.disk import DiskCalibration, ReadRate
 from tests.conftest import TinyFactory
 from tests.support.commands import refused, run, run_json
@@ -126,9 +125,6 @@ def test_the_best_has_few_and_small_requests() -> None:
     one = replace(found, rates=rates[:1])
     assert one.best == rates[0]
     assert parse_measurement(DiskCalibration, measurement_json(found)) == found
-    for text in ("{}", "[]", "1", json.dumps(kept_fields(found) | {"schema": 0}), "no JSON"):
-        with pytest.raises(ValueError):
-            parse_measurement(DiskCalibration, text)
 
 
 def test_a_read_error_is_reported(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
