@@ -13,7 +13,7 @@ import types
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 from moeedge.records import Figure, json_figures, record_in, type_of
 
@@ -49,8 +49,6 @@ class _Maker:
     def schema(self, kind: Any, declared: Figure | None) -> dict[str, Any]:
         """The schema of a type, with the bounds that a figure declares for its numbers."""
         origin, arguments = get_origin(kind) or kind, get_args(kind)
-        if origin is Annotated:
-            return self.schema(arguments[0], declared)
         if origin is Literal:
             return {"enum": list(arguments)}
         if origin in (Union, types.UnionType):
