@@ -145,10 +145,6 @@ void attention_node::compute_few(int nth) {
 
 static std::atomic<int64_t> n_computed{ 0 };
 
-int64_t attention_count() {
-    return n_computed.load();
-}
-
 void attention_node::compute(int ith, int nth) {
     n_computed.fetch_add(ith == 0);
     is_prompt(node) ? compute_tiles() : compute_few(nth);
@@ -274,3 +270,7 @@ attention_kernels choose_attention(const ggml_tensor * node, int n_threads) {
 }
 
 } // namespace moeedge
+
+int64_t moeedge_attention_count(void) {
+    return moeedge::n_computed.load();
+}

@@ -36,9 +36,6 @@ struct attention_node {
 // ggml's time over that of kernels of runnable_sets()[i], checked first if need be; 0: their bits differ, or there are none
 double attention_speed(size_t i, bool of_prompt);
 
-// nodes that kernels of ours have computed in this process
-int64_t attention_count();
-
 // without `tile`: ggml's own code. n_threads: that will compute it, at most; 0: unknown
 attention_kernels choose_attention(const ggml_tensor * node, int n_threads);
 

@@ -101,6 +101,10 @@ void       instances_detach(const expert_cache * cache); // from all instances; 
 void       instances_set_default_offload_scope(int scope);
 void       instances_set_default_host_buft(ggml_backend_buffer_type_t buft);
 
+// asks ggml's allocator to keep the tensors that the sensor reads after the graph
+void             optimize_graph(instance * self, ggml_cgraph * graph, ggml_backend_graph_optimize_params * params);
+enum ggml_status compute_graph(instance * self, ggml_cgraph * graph);
+
 ggml_backend_reg_t backend_reg();
 
 // what a driver threw inside our backend on this thread, empty: nothing; the caller empties it

@@ -5,11 +5,11 @@
 // Identical to CUDA's: alignment, padding of quantised rows, its own host buffer type, the batch size from which it takes
 //           operations; so that weights, KV cache and compute buffers get the sizes that they have there.
 
-#include "dry-run-device.h"
-
 #include <new>
 
+#include "ggml-backend-impl.h"
 #include "ggml-impl.h"
+#include "moeedge.h"
 
 namespace moeedge {
 
@@ -19,6 +19,8 @@ static constexpr int64_t offload_min_tokens = 32;
 
 // an address that is never read or written
 static void * const no_memory = (void *) 0x1000;
+
+static ggml_backend_dev_t dry_run_gpu();
 
 // buffers
 
@@ -220,7 +222,8 @@ static ggml_backend_dev_t reg_get_device(ggml_backend_reg_t, size_t) {
     return dry_run_gpu();
 }
 
-ggml_backend_dev_t dry_run_gpu() {
+// it is not registered, so that llama.cpp never chooses it
+static ggml_backend_dev_t dry_run_gpu() {
     static ggml_backend_reg reg = {
         /* .api_version = */ GGML_BACKEND_API_VERSION,
         /* .iface       = */ { reg_get_name, reg_get_device_count, reg_get_device, nullptr },
@@ -251,3 +254,7 @@ ggml_backend_dev_t dry_run_gpu() {
 }
 
 } // namespace moeedge
+
+void * moeedge_dry_run_gpu(void) {
+    return moeedge::dry_run_gpu();
+}

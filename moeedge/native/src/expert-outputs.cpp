@@ -1,11 +1,12 @@
-#include "expert-outputs.h"
+// Expert outputs: what each expert of a MoE block would give for each token of the batch, selected or not, before the router's
+// weights. For analyses of small batches (moeedge profile), not for decoding.
 
 #include <cstring>
 #include <memory>
 
+#include "c-calls.h"
 #include "expert-chain.h"
 #include "ggml-impl.h"
-#include "moeedge.h"
 #include "subgraph-set.h"
 
 namespace moeedge {
@@ -44,21 +45,24 @@ static void fill(const expert_chain & chain, int64_t n_experts, ggml_tensor * in
     }
 }
 
-int compute_expert_outputs(const ggml_cgraph * graph, int i_first, ggml_backend_t cpu, float * out, int64_t n_values) {
+// Computes the block whose first expert matmul is node i_first, whose input is computed and whose experts' tensors are in host
+// memory, once more for all experts, on a CPU backend that computes nothing else meanwhile. Returns a moeedge_status
+static int compute_expert_outputs(const ggml_cgraph * graph, int i_first, ggml_backend_t cpu, float * out, int64_t n_values) {
+    static const char cannot[] = "The block cannot be computed for all experts.";
     const expert_chain chain = find_chain(graph, i_first);
     if (!chain.is_complete() || !is_shared_input(chain.input)) {
-        return MOEEDGE_STATUS_FAILED;
+        return fail(MOEEDGE_STATUS_FAILED, cannot);
     }
     const int64_t n_experts = count_experts(chain);
     const int64_t n_tokens  = chain.n_tokens();
     if (n_values != chain.out->ne[0] * n_experts * n_tokens) {
-        return MOEEDGE_STATUS_BAD_ARGUMENT;
+        return fail(MOEEDGE_STATUS_BAD_ARGUMENT, "The block has other dimensions.");
     }
     const size_t n_tensors = chain_tensors_max(chain) + 2; // with input and ids
     const std::unique_ptr<ggml_context, context_deleter> ctx(
         ggml_init({ n_tensors * ggml_tensor_overhead() + ggml_graph_overhead_custom(n_tensors, false), nullptr, true }));
     if (!ctx) {
-        return MOEEDGE_STATUS_OUT_OF_MEMORY;
+        throw std::bad_alloc();
     }
     ggml_tensor * input = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F32, chain.input->ne[0], 1, n_tokens);
     ggml_tensor * ids   = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_I32, n_experts, n_tokens);
@@ -75,11 +79,11 @@ int compute_expert_outputs(const ggml_cgraph * graph, int i_first, ggml_backend_
     const std::unique_ptr<ggml_backend_buffer, buffer_deleter> buffer(
         ggml_backend_buft_alloc_buffer(buft, needed_bytes(ctx.get(), buft)));
     if (!buffer || !place_tensors(ctx.get(), buffer.get())) {
-        return MOEEDGE_STATUS_OUT_OF_MEMORY;
+        throw std::bad_alloc();
     }
     fill(chain, n_experts, input, ids);
     if (ggml_backend_graph_compute(cpu, all) != GGML_STATUS_SUCCESS) {
-        return MOEEDGE_STATUS_FAILED;
+        return fail(MOEEDGE_STATUS_FAILED, cannot);
     }
     const int64_t n_out = last->ne[0];
     for (int64_t pair = 0; pair < n_experts * n_tokens; pair++) {
@@ -90,3 +94,12 @@ int compute_expert_outputs(const ggml_cgraph * graph, int i_first, ggml_backend_
 }
 
 } // namespace moeedge
+
+int moeedge_instance_expert_outputs(int64_t id, float * out, int64_t n_values) {
+    return moeedge::with_instance(id, [&](moeedge::instance & self) -> int {
+        if (self.hooked == nullptr) {
+            return moeedge::fail(MOEEDGE_STATUS_NOT_CONFIGURED, "Outputs of experts are computed during the hook's call for a MoE block.");
+        }
+        return moeedge::compute_expert_outputs(self.hooked, self.i_hooked, self.cpu, out, n_values);
+    });
+}

@@ -5,6 +5,7 @@
 
 #pragma once
 
+#include <atomic>
 #include <mutex>
 
 #include <pthread.h>
@@ -18,7 +19,13 @@ class fork_mark {
     bool is_foreign() const { return generation != current(); }
 
   private:
-    static int current();
+    inline static std::atomic<int> n_forks{ 0 }; // between the first process that made a mark and this one
+
+    static int current() {
+        static const int registered = pthread_atfork(nullptr, nullptr, [] { n_forks.fetch_add(1); });
+        (void) registered; // it fails only without memory; a child then behaves as if it were its parent
+        return n_forks.load(std::memory_order_relaxed);
+    }
 
     const int generation;
 };

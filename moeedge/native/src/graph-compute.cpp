@@ -1,4 +1,5 @@
-#include "graph-compute.h"
+// Graph compute: runs the graphs that llama.cpp hands to our backend, reads the routing of their MoE blocks, and gives the
+// blocks that have experts on a device to the hybrid executor.
 
 #include "backend-instance.h"
 #include "ggml-impl.h"

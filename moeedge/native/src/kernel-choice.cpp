@@ -14,6 +14,7 @@
 #endif
 
 #include "attention-node.h"
+#include "c-calls.h"
 #include "cache-device.h"
 #include "expert-matmuls.h"
 #include "ggml-alloc.h"
@@ -273,15 +274,11 @@ static const kernel_check & checked(size_t i) {
     return checks[i];
 }
 
-void set_kernel_choice(moeedge_kernel_choice chosen) {
-    choice.store(chosen);
-}
-
 bool may_replace() {
     return choice.load(std::memory_order_relaxed) != MOEEDGE_KERNEL_CHOICE_NONE;
 }
 
-int read_kernels(moeedge_kernel * out, int n_max) {
+static int read_kernels(moeedge_kernel * out, int n_max) {
     const std::vector<const dot_kernel *> & kernels = runnable_kernels();
     int                                     n       = 0;
     const auto add = [&](const char * instructions, const char * layout, bool is_equal) { // whether there is room
@@ -402,3 +399,18 @@ chosen_dots choose_dots(const ggml_tensor * node) {
 }
 
 } // namespace moeedge
+
+int moeedge_set_kernel_choice(int choice) {
+    if (choice < MOEEDGE_KERNEL_CHOICE_NONE || choice > MOEEDGE_KERNEL_CHOICE_AVXVNNI) {
+        return MOEEDGE_STATUS_BAD_ARGUMENT;
+    }
+    moeedge::choice.store(choice);
+    return MOEEDGE_STATUS_OK;
+}
+
+int moeedge_kernels(moeedge_kernel * out, int n_max) {
+    if (out == nullptr || n_max < 0) {
+        return MOEEDGE_STATUS_BAD_ARGUMENT;
+    }
+    return moeedge::guarded([&] { return moeedge::read_kernels(out, n_max); });
+}

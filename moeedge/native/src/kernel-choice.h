@@ -14,11 +14,6 @@
 
 namespace moeedge {
 
-// in the entire process, from the next graph on; MEASURED at first
-void set_kernel_choice(moeedge_kernel_choice choice);
-// what is known of each kernel that this CPU runs, checked first if need be; returns how many there are
-int  read_kernels(moeedge_kernel * out, int n_max);
-
 // How a node is computed. ggml decides by the columns of each expert in the batch, so a batch that is cut must not cut an expert's.
 struct chosen_dots {
     const dot_kernel * kernel = nullptr; // null: ggml's own code

@@ -1,9 +1,11 @@
-#include "largest-values.h"
+// The largest values of a row of logits: what sampling looks at, of a vocabulary of any size.
 
 #include <algorithm>
 #include <cmath>
 #include <functional>
 #include <vector>
+
+#include "c-calls.h"
 
 namespace moeedge {
 
@@ -47,7 +49,8 @@ static bool column_maxima(const float * values, int64_t n_columns, float * maxim
     return find_maxima(values, n_columns, maxima);
 }
 
-int64_t largest_values(const float * values, int64_t n, int64_t k, int32_t * ids, float * found) {
+// see moeedge_largest_values
+static int64_t largest_values(const float * values, int64_t n, int64_t k, int32_t * ids, float * found) {
     thread_local std::vector<float>   maxima, ranked;
     thread_local std::vector<int32_t> kept;
 
@@ -98,3 +101,10 @@ int64_t largest_values(const float * values, int64_t n, int64_t k, int32_t * ids
 }
 
 } // namespace moeedge
+
+int64_t moeedge_largest_values(const float * values, int64_t n, int64_t k, int32_t * ids, float * found) {
+    if (values == nullptr || ids == nullptr || found == nullptr || n <= 0 || k <= 0) {
+        return MOEEDGE_STATUS_BAD_ARGUMENT;
+    }
+    return moeedge::guarded([&] { return moeedge::largest_values(values, n, k, ids, found); });
+}

@@ -4,12 +4,10 @@
 // NUMA nodes (llama_model_loader::init_mappings). While a thread loads a model lazily, the registry says so to this thread.
 // Kernels ask ggml_is_numa themselves and do not notice.
 
-#include "lazy-mapping.h"
-
 #include <cstring>
 #include <mutex>
 
-#include "ggml-backend-impl.h"
+#include "c-calls.h"
 
 namespace moeedge {
 
@@ -31,7 +29,7 @@ static void * get_proc_address(ggml_backend_reg_t reg, const char * name) {
     return original(reg, name);
 }
 
-void set_lazy_mapping(bool on) {
+static void set_lazy_mapping(bool on) {
     if (on == is_lazy) {
         return;
     }
@@ -50,3 +48,7 @@ void set_lazy_mapping(bool on) {
 }
 
 } // namespace moeedge
+
+int moeedge_set_lazy_mapping(int on) {
+    return moeedge::guarded([on] { moeedge::set_lazy_mapping(on != 0); });
+}

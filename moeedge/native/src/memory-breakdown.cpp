@@ -1,9 +1,9 @@
 // Bytes that a llama.cpp context has in each kind of memory, as llama.cpp itself accounts for them.
 
-#include "memory-breakdown.h"
-
 #include <cstdio>
 #include <map>
+
+#include "c-calls.h"
 
 namespace moeedge {
 
@@ -37,7 +37,7 @@ static size_t count_cpu_sharers(const memory_breakdown & breakdown) {
     return n;
 }
 
-int read_memory_uses(void * get_breakdown, const void * context, bool is_simulated, moeedge_memory_use * out, int n_max) {
+static int read_memory_uses(void * get_breakdown, const void * context, bool is_simulated, moeedge_memory_use * out, int n_max) {
     const memory_breakdown breakdown = ((memory_breakdown_f) get_breakdown)(context);
     const size_t           n_sharers = is_simulated ? count_cpu_sharers(breakdown) : 1;
     int                    n         = 0;
@@ -61,3 +61,10 @@ int read_memory_uses(void * get_breakdown, const void * context, bool is_simulat
 }
 
 } // namespace moeedge
+
+int moeedge_memory_uses(void * get_breakdown, const void * context, int simulated, moeedge_memory_use * out, int n_max) {
+    if (get_breakdown == nullptr || context == nullptr || out == nullptr) {
+        return MOEEDGE_STATUS_BAD_ARGUMENT;
+    }
+    return moeedge::guarded([&] { return moeedge::read_memory_uses(get_breakdown, context, simulated != 0, out, n_max); });
+}

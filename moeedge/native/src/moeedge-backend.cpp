@@ -13,16 +13,20 @@
 #include <cstring>
 #include <exception>
 #include <memory>
+#include <mutex>
 #include <new>
 #include <string>
 #include <utility>
+
+#if defined(__linux__)
+#    include <sys/mman.h>
+#    include <unistd.h>
+#endif
 
 #include "backend-instance.h"
 #include "cache-device.h"
 #include "ggml-cpu.h"
 #include "ggml-impl.h"
-#include "graph-compute.h"
-#include "large-pages.h"
 
 namespace moeedge {
 
@@ -346,6 +350,42 @@ static const ggml_backend_reg_i reg_i = {
     /* .get_device       = */ reg_get_device,
     /* .get_proc_address = */ reg_get_proc_address,
 };
+
+// large pages
+
+#if defined(__linux__)
+
+// surely holds a page of 2 MiB
+static constexpr size_t large_bytes_min = 4 << 20;
+
+static decltype(ggml_backend_buffer_type_i::alloc_buffer) cpu_alloc_buffer;
+
+static ggml_backend_buffer_t alloc_in_large_pages(ggml_backend_buffer_type_t type, size_t size) {
+    ggml_backend_buffer_t buffer = cpu_alloc_buffer(type, size);
+    if (buffer && size >= large_bytes_min) {
+        const uintptr_t page  = (uintptr_t) sysconf(_SC_PAGESIZE);
+        const uintptr_t begin = (uintptr_t) ggml_backend_buffer_get_base(buffer);
+        const uintptr_t first = (begin + page - 1) / page * page;
+        madvise((void *) first, begin + size - first, MADV_HUGEPAGE);
+    }
+    return buffer;
+}
+
+#endif
+
+// Pages of 2 MiB for every later buffer of the CPU of 4 MiB and more, where the system has them: repacked weights, slots and KV
+// caches; mapped files and pinned memory are not of the CPU's buffer type. Fewer pages are looked up, which virtual machines do
+// twice. Gigabytes of slots take thousands of page faults instead of millions.
+static void use_large_pages() {
+#if defined(__linux__)
+    static std::once_flag once;
+    std::call_once(once, [] { // buffers of repacked weights are made of those of this type
+        ggml_backend_buffer_type_i & iface = ggml_backend_cpu_buffer_type()->iface;
+        cpu_alloc_buffer                   = iface.alloc_buffer;
+        iface.alloc_buffer                 = alloc_in_large_pages;
+    });
+#endif
+}
 
 ggml_backend_reg_t backend_reg() {
     static ggml_backend_reg reg = {

@@ -4,7 +4,6 @@
 #include <memory>
 #include <mutex>
 #include <string>
-#include <type_traits>
 #include <unordered_map>
 
 #include "c-calls.h"
@@ -54,12 +53,8 @@ template <typename F> static int with_cache(int64_t id, F call, const char * bad
             return no_cache();
         }
         int status = cache->is_foreign() ? MOEEDGE_STATUS_DEVICE_LOST : MOEEDGE_STATUS_OK;
-        if constexpr (std::is_void_v<decltype(call(*cache))>) {
-            if (status == MOEEDGE_STATUS_OK) {
-                call(*cache);
-            }
-        } else if (status == MOEEDGE_STATUS_OK) {
-            status = call(*cache);
+        if (status == MOEEDGE_STATUS_OK) {
+            status = moeedge::status_of(call, *cache);
         }
         switch (status) {
             case MOEEDGE_STATUS_BAD_ARGUMENT:

@@ -1,23 +1,15 @@
 // The C interface (include/moeedge.h) and the entry point by which stock llama.cpp programs load the library.
 //
-// Expert caches and expert budgets have their part of it in moeedge-cache.cpp and expert-budget.cpp.
+// Expert caches have their part of it in moeedge-cache.cpp; what has a source of its own has its functions at the end of that.
 
 #include <cstdio>
 #include <cstring>
 #include <mutex>
 
-#include "attention-node.h"
 #include "abort-scope.h"
 #include "c-calls.h"
-#include "dry-run-device.h"
-#include "expert-outputs.h"
 #include "ggml-impl.h"
 #include "gguf.h"
-#include "kernel-choice.h"
-#include "largest-values.h"
-#include "lazy-mapping.h"
-#include "memory-breakdown.h"
-#include "read-speed.h"
 #include "timing.h"
 
 using moeedge::fail;
@@ -26,10 +18,6 @@ using moeedge::instance;
 using moeedge::with_instance;
 
 static thread_local char last_message[4096]; // long enough for a sentence with a path
-
-const char * moeedge::last_error() {
-    return last_message;
-}
 
 int moeedge::fail(int status, const char * reason) {
     std::snprintf(last_message, sizeof(last_message), "%s", reason);
@@ -41,25 +29,17 @@ static bool ggml_matches() {
     return std::strcmp(ggml_version(), MOEEDGE_GGML_VERSION) == 0;
 }
 
-// 0: it throws, as where memory is short
-template <typename Measure> static double measured(const Measure & measure) {
-    double    speed  = 0;
-    const int status = guarded([&]() -> int {
-        speed = measure();
-        return MOEEDGE_STATUS_OK;
-    });
-    return status == MOEEDGE_STATUS_OK ? speed : 0;
-}
-
 // f(arguments), a function of llama.cpp
 template <typename... arguments> static int text_result(void * f, arguments... values) {
-    int        count  = 0;
-    const auto status = guarded([&]() -> int {
+    int count = MOEEDGE_TEXT_THREW;
+    guarded([&] {
         const moeedge::abort_scope scope;
         count = ((int32_t (*)(arguments...)) f)(values...);
-        return count == MOEEDGE_TEXT_THREW ? fail(MOEEDGE_STATUS_FAILED, "too many tokens") : MOEEDGE_STATUS_OK;
+        if (count == MOEEDGE_TEXT_THREW) {
+            fail(MOEEDGE_STATUS_FAILED, "too many tokens");
+        }
     });
-    return status == MOEEDGE_STATUS_OK ? count : MOEEDGE_TEXT_THREW;
+    return count;
 }
 
 static bool is_offload_scope(int scope) {
@@ -87,17 +67,16 @@ int moeedge_abi_version(void) {
 }
 
 const char * moeedge_last_error(void) {
-    return moeedge::last_error();
+    return last_message;
 }
 
 int moeedge_register(void) {
     if (!ggml_matches()) {
         return MOEEDGE_STATUS_VERSION_MISMATCH;
     }
-    return guarded([]() -> int {
+    return guarded([] {
         static std::once_flag once;
         std::call_once(once, [] { ggml_backend_register(moeedge::backend_reg()); });
-        return MOEEDGE_STATUS_OK;
     });
 }
 
@@ -120,17 +99,13 @@ int moeedge_set_default_offload_scope(int scope) {
     if (!is_offload_scope(scope)) {
         return MOEEDGE_STATUS_BAD_ARGUMENT;
     }
-    return guarded([&]() -> int {
-        moeedge::instances_set_default_offload_scope(scope);
-        return MOEEDGE_STATUS_OK;
-    });
+    return guarded([&] { moeedge::instances_set_default_offload_scope(scope); });
 }
 
 int moeedge_set_default_host_buffer(void * device) {
-    return guarded([&]() -> int {
+    return guarded([&] {
         ggml_backend_dev_t dev = (ggml_backend_dev_t) device;
         moeedge::instances_set_default_host_buft(dev ? ggml_backend_dev_host_buffer_type(dev) : nullptr);
-        return MOEEDGE_STATUS_OK;
     });
 }
 
@@ -195,9 +170,8 @@ int moeedge_instance_frames(int64_t id, int64_t after, moeedge_frame * out, int 
 }
 
 int moeedge_instance_get_stats(int64_t id, moeedge_sensor_stats * out) {
-    return with_instance(id, [&](instance & self) -> int {
+    return with_instance(id, [&](instance & self) {
         *out = { self.n_graphs, self.n_blocks, (double) self.sense_ns * 1e-9, (double) self.compute_ns * 1e-9 };
-        return MOEEDGE_STATUS_OK;
     });
 }
 
@@ -225,34 +199,17 @@ int moeedge_instance_get_activations(int64_t id, int flag, moeedge_activations *
 }
 
 int moeedge_instance_set_hook(int64_t id, moeedge_block_hook hook, void * user) {
-    return with_instance(id, [&](instance & self) -> int {
+    return with_instance(id, [&](instance & self) {
         self.parsed.clear();
         self.hook      = hook;
         self.hook_user = user;
-        return MOEEDGE_STATUS_OK;
-    });
-}
-
-int moeedge_instance_expert_outputs(int64_t id, float * out, int64_t n_values) {
-    return with_instance(id, [&](instance & self) -> int {
-        if (self.hooked == nullptr) {
-            return fail(MOEEDGE_STATUS_NOT_CONFIGURED, "Outputs of experts are computed during the hook's call for a MoE block.");
-        }
-        const int status = moeedge::compute_expert_outputs(self.hooked, self.i_hooked, self.cpu, out, n_values);
-        switch (status) {
-            case MOEEDGE_STATUS_OK:            return status;
-            case MOEEDGE_STATUS_BAD_ARGUMENT:  return fail(status, "The block has other dimensions.");
-            case MOEEDGE_STATUS_OUT_OF_MEMORY: return fail(status, "Out of memory.");
-            default:                           return fail(status, "The block cannot be computed for all experts.");
-        }
     });
 }
 
 int moeedge_instance_skip_unweighted(int64_t id, int on) {
-    return with_instance(id, [&](instance & self) -> int {
+    return with_instance(id, [&](instance & self) {
         self.parsed.clear();
         self.pairs.reset(on ? new moeedge::pair_columns(self.cpu, self.cpu_dev) : nullptr);
-        return MOEEDGE_STATUS_OK;
     });
 }
 
@@ -270,56 +227,6 @@ void * moeedge_open_gguf(const char * path) {
         return file ? MOEEDGE_STATUS_OK : fail(MOEEDGE_STATUS_FILE_ERROR, "");
     });
     return file;
-}
-
-int moeedge_set_lazy_mapping(int on) {
-    return guarded([&]() -> int {
-        moeedge::set_lazy_mapping(on != 0);
-        return MOEEDGE_STATUS_OK;
-    });
-}
-
-// kernels
-
-int moeedge_set_kernel_choice(int choice) {
-    if (choice < MOEEDGE_KERNEL_CHOICE_NONE || choice > MOEEDGE_KERNEL_CHOICE_AVXVNNI) {
-        return MOEEDGE_STATUS_BAD_ARGUMENT;
-    }
-    moeedge::set_kernel_choice((moeedge_kernel_choice) choice);
-    return MOEEDGE_STATUS_OK;
-}
-
-int moeedge_kernels(moeedge_kernel * out, int n_max) {
-    if (out == nullptr || n_max < 0) {
-        return MOEEDGE_STATUS_BAD_ARGUMENT;
-    }
-    return guarded([&] { return moeedge::read_kernels(out, n_max); });
-}
-
-int64_t moeedge_attention_count(void) {
-    return moeedge::attention_count();
-}
-
-double moeedge_read_speed(const void * memory, int64_t n_bytes, int n_threads, int n_repetitions) {
-    const bool is_possible = n_bytes > 0 && n_threads > 0 && n_repetitions > 0;
-    return is_possible ? measured([&] { return moeedge::read_speed(memory, n_bytes, n_threads, n_repetitions); }) : 0;
-}
-
-double moeedge_multiply_speed(int n_threads, int n_repetitions) {
-    return n_threads > 0 && n_repetitions > 0 ? measured([&] { return moeedge::multiply_speed(n_threads, n_repetitions); }) : 0;
-}
-
-// planning
-
-void * moeedge_dry_run_gpu(void) {
-    return moeedge::dry_run_gpu();
-}
-
-int moeedge_memory_uses(void * get_breakdown, const void * context, int simulated, moeedge_memory_use * out, int n_max) {
-    if (get_breakdown == nullptr || context == nullptr || out == nullptr) {
-        return MOEEDGE_STATUS_BAD_ARGUMENT;
-    }
-    return guarded([&] { return moeedge::read_memory_uses(get_breakdown, context, simulated != 0, out, n_max); });
 }
 
 // decoding
@@ -357,18 +264,6 @@ int moeedge_tokenize(void * llama_tokenize, const void * vocab, const char * tex
 
 int moeedge_piece(void * llama_token_to_piece, const void * vocab, int token, char * out, int n_max, bool special) {
     return text_result(llama_token_to_piece, vocab, (int32_t) token, out, (int32_t) n_max, (int32_t) 0, special);
-}
-
-int64_t moeedge_largest_values(const float * values, int64_t n, int64_t k, int32_t * ids, float * found) {
-    if (values == nullptr || ids == nullptr || found == nullptr || n <= 0 || k <= 0) {
-        return MOEEDGE_STATUS_BAD_ARGUMENT;
-    }
-    int64_t   n_found = 0;
-    const int status  = guarded([&]() -> int {
-        n_found = moeedge::largest_values(values, n, k, ids, found);
-        return MOEEDGE_STATUS_OK;
-    });
-    return status == MOEEDGE_STATUS_OK ? n_found : status;
 }
 
 bool moeedge_should_stop(void * stop) {

@@ -1,4 +1,5 @@
-#include "read-speed.h"
+// Read speed: bytes per second that threads read from memory at once, the limit of decoding on a CPU; and products of bytes per second
+// that they compute, the limit of long prompts.
 
 #include <algorithm>
 #include <atomic>
@@ -8,7 +9,7 @@
 #include <thread>
 #include <vector>
 
-#include "ggml-backend.h"
+#include "c-calls.h"
 #include "kernel-choice.h"
 #include "timing.h"
 
@@ -71,7 +72,7 @@ static int64_t time_reads(const uint64_t * words, int64_t n_words, int n_threads
     });
 }
 
-double multiply_speed(int n_threads, int n_repetitions) {
+static double multiply_speed(int n_threads, int n_repetitions) {
     constexpr int64_t       n_turns  = 500 * 1000;
     const multiply_function multiply = fastest_multiply();
     double                  best     = 0;
@@ -83,7 +84,7 @@ double multiply_speed(int n_threads, int n_repetitions) {
     return best;
 }
 
-double read_speed(const void * memory, int64_t n_bytes, int n_threads, int n_repetitions) {
+static double read_speed(const void * memory, int64_t n_bytes, int n_threads, int n_repetitions) {
     const int64_t n_words = n_bytes / (int64_t) sizeof(uint64_t);
     // in pages as large as those of repacked weights
     const std::unique_ptr<ggml_backend_buffer, decltype(&ggml_backend_buffer_free)> own(
@@ -102,3 +103,19 @@ double read_speed(const void * memory, int64_t n_bytes, int n_threads, int n_rep
 }
 
 } // namespace moeedge
+
+// 0: it throws, as where memory is short
+template <typename Measure> static double measured(const Measure & measure) {
+    double speed = 0;
+    moeedge::guarded([&] { speed = measure(); });
+    return speed;
+}
+
+double moeedge_read_speed(const void * memory, int64_t n_bytes, int n_threads, int n_repetitions) {
+    const bool is_possible = n_bytes > 0 && n_threads > 0 && n_repetitions > 0;
+    return is_possible ? measured([&] { return moeedge::read_speed(memory, n_bytes, n_threads, n_repetitions); }) : 0;
+}
+
+double moeedge_multiply_speed(int n_threads, int n_repetitions) {
+    return n_threads > 0 && n_repetitions > 0 ? measured([&] { return moeedge::multiply_speed(n_threads, n_repetitions); }) : 0;
+}

@@ -48,10 +48,7 @@ template <typename Hook, typename... Further> Hook * make_hook(int n_layers, int
         return nullptr;
     }
     Hook * made = nullptr;
-    guarded([&]() -> int {
-        made = new Hook(n_layers, n_experts, n_used, further...);
-        return MOEEDGE_STATUS_OK;
-    });
+    guarded([&] { made = new Hook(n_layers, n_experts, n_used, further...); });
     return made;
 }
 
@@ -61,10 +58,7 @@ template <typename Hook> bool call_hook(ggml_tensor * node, bool ask, void * hoo
     if (ask) {
         return self.wants(node);
     }
-    guarded([&]() -> int {
-        self.take(node);
-        return MOEEDGE_STATUS_OK;
-    });
+    guarded([&] { self.take(node); });
     return true; // false would end the graph
 }
 
