@@ -52,10 +52,7 @@ void remove_cache(instance * self, const expert_cache * cache) {
 struct instance_list {
     std::mutex              mutex;
     std::vector<instance *> live; // ascending id
-    int64_t                 last_id               = 0;
-    int                     default_offload_scope = MOEEDGE_OFFLOAD_SCOPE_MOE;
-
-    ggml_backend_buffer_type_t default_host_buft = nullptr; // null: the CPU's
+    int64_t                 last_id = 0;
 };
 
 // never destroyed: a program may free its contexts after static destructors ran
@@ -76,8 +73,8 @@ void instances_add(instance * self) {
     std::lock_guard<std::mutex> lock(list.mutex);
     list.live.push_back(self);
     self->id = ++list.last_id;
-    self->offload_scope.store(list.default_offload_scope);
-    self->buft = list.default_host_buft ? list.default_host_buft : ggml_backend_cpu_buffer_type();
+    self->offload_scope.store(defaults.offload_scope);
+    self->buft = defaults.host_buft ? defaults.host_buft.load() : ggml_backend_cpu_buffer_type();
 }
 
 void instances_remove(instance * self) {
@@ -122,18 +119,6 @@ void instances_detach(const expert_cache * cache) {
             remove_cache(self, cache);
         }
     }
-}
-
-void instances_set_default_offload_scope(int scope) {
-    instance_list &             list = instances();
-    std::lock_guard<std::mutex> lock(list.mutex);
-    list.default_offload_scope = scope;
-}
-
-void instances_set_default_host_buft(ggml_backend_buffer_type_t buft) {
-    instance_list &             list = instances();
-    std::lock_guard<std::mutex> lock(list.mutex);
-    list.default_host_buft = buft;
 }
 
 } // namespace moeedge

@@ -91,15 +91,20 @@ void set_cache(instance * self, std::shared_ptr<expert_cache> cache);
 // detaches that one, if it is attached
 void remove_cache(instance * self, const expert_cache * cache);
 
-// live instances, guarded by a mutex; the only global state
+// what instances that are created from now on begin with
+struct instance_defaults {
+    std::atomic<int>                        offload_scope{ MOEEDGE_OFFLOAD_SCOPE_MOE };
+    std::atomic<ggml_backend_buffer_type_t> host_buft{ nullptr }; // null: the CPU's
+};
+inline instance_defaults defaults;
+
+// live instances, guarded by a mutex
 void       instances_add(instance * self);
 void       instances_remove(instance * self);
 instance * instances_find(int64_t id);
 int64_t    instances_newest_of(std::thread::id creator); // 0: none
 int        instances_count();
 void       instances_detach(const expert_cache * cache); // from all instances; none of them may compute
-void       instances_set_default_offload_scope(int scope);
-void       instances_set_default_host_buft(ggml_backend_buffer_type_t buft);
 
 // asks ggml's allocator to keep the tensors that the sensor reads after the graph
 void             optimize_graph(instance * self, ggml_cgraph * graph, ggml_backend_graph_optimize_params * params);

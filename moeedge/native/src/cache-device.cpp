@@ -19,7 +19,7 @@ cache_device::~cache_device() {
     }
 }
 
-static bool can_hold_experts(ggml_backend_dev_t dev) {
+bool is_gpu(ggml_backend_dev_t dev) {
     const enum ggml_backend_dev_type type = ggml_backend_dev_type(dev);
     return type == GGML_BACKEND_DEVICE_TYPE_GPU || type == GGML_BACKEND_DEVICE_TYPE_IGPU;
 }
@@ -28,7 +28,7 @@ static std::string known_devices() {
     std::string names = emulated_name;
     for (size_t i = 0; i < ggml_backend_dev_count(); i++) {
         ggml_backend_dev_t dev = ggml_backend_dev_get(i);
-        if (can_hold_experts(dev)) {
+        if (is_gpu(dev)) {
             names += std::string(", ") + ggml_backend_dev_name(dev);
         }
     }
@@ -44,7 +44,7 @@ bool cache_device::find(const moeedge_cache_config & config, std::string & error
     is_ram      = std::strcmp(config.device, ram_name) == 0;
     const bool is_cpu = is_emulated || is_ram;
     dev = is_cpu ? ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU) : ggml_backend_dev_by_name(config.device);
-    if (dev == nullptr || (!is_cpu && !can_hold_experts(dev))) {
+    if (dev == nullptr || (!is_cpu && !is_gpu(dev))) {
         error = "Unknown device " + std::string(config.device) + ". Available: " + known_devices() + ".";
         return false;
     }

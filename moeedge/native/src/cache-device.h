@@ -57,6 +57,8 @@ ggml_backend_buffer_type_t extra_buffer_type(ggml_backend_dev_t dev, const char 
 // of a CPU backend; nothing where it has no such setting
 void set_n_threads(ggml_backend_t backend, int n_threads);
 
+bool is_gpu(ggml_backend_dev_t dev);
+
 // of a worker in another process, which reports itself as a GPU
 bool is_rpc(ggml_backend_dev_t dev);
 

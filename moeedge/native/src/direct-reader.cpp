@@ -98,27 +98,12 @@ void direct_reader::raise(int64_t id, int priority) {
     }
 }
 
-void direct_reader::cancel(int64_t id) {
-    std::unique_lock<std::mutex> lock(mutex);
-    const auto                   found = live.find(id);
-    if (found == live.end() || found->second->is_cut()) {
-        return;
-    }
-    const std::shared_ptr<request> r = found->second;
-    drop_rest(*r, { READ_CANCELLED, 0, 0 });
-    end_if_over(lock, r);
-}
-
 void direct_reader::cancel_all() {
-    std::vector<int64_t> ids;
-    {
-        std::lock_guard<std::mutex> lock(mutex);
-        for (const auto & each : queue) {
-            ids.push_back(each.second->id);
-        }
-    }
-    for (const int64_t id : ids) {
-        cancel(id);
+    std::unique_lock<std::mutex> lock(mutex);
+    while (!queue.empty()) {
+        const std::shared_ptr<request> r = queue.begin()->second;
+        drop_rest(*r, { READ_CANCELLED, 0, 0 });
+        end_if_over(lock, r);
     }
 }
 

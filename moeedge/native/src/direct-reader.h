@@ -58,8 +58,7 @@ class direct_reader : no_copy {
     int64_t enqueue(std::vector<read_range> ranges, int priority, end_call ended);
     // moves a request forward; one that has ended, or has as high a priority, stays
     void raise(int64_t id, int priority);
-    // drops what of a request is not under way; it ends after the pieces that are
-    void cancel(int64_t id);
+    // drops what of all requests is not under way; they end after the pieces that are
     void cancel_all();
     // waits until no request is queued or under way, and its call has returned
     void wait_idle();

@@ -42,19 +42,15 @@ static void buffer_get_tensor(ggml_backend_buffer_t, const ggml_tensor *, void *
 static void buffer_clear(ggml_backend_buffer_t, uint8_t) {
 }
 
-static const ggml_backend_buffer_i buffer_i = {
-    /* .free_buffer   = */ nullptr,
-    /* .get_base      = */ buffer_get_base,
-    /* .init_tensor   = */ nullptr,
-    /* .memset_tensor = */ buffer_memset_tensor,
-    /* .set_tensor    = */ buffer_set_tensor,
-    /* .get_tensor    = */ buffer_get_tensor,
-    /* .set_tensor_2d = */ nullptr,
-    /* .get_tensor_2d = */ nullptr,
-    /* .cpy_tensor    = */ nullptr,
-    /* .clear         = */ buffer_clear,
-    /* .reset         = */ nullptr,
-};
+static const ggml_backend_buffer_i buffer_i = [] { // members by name: their number differs between versions of ggml
+    ggml_backend_buffer_i iface{};
+    iface.get_base      = buffer_get_base;
+    iface.memset_tensor = buffer_memset_tensor;
+    iface.set_tensor    = buffer_set_tensor;
+    iface.get_tensor    = buffer_get_tensor;
+    iface.clear         = buffer_clear;
+    return iface;
+}();
 
 // buffer types
 
@@ -88,7 +84,6 @@ static bool host_buft_is_host(ggml_backend_buffer_type_t) {
     return true;
 }
 
-// members by name: their number differs between versions of ggml
 static ggml_backend_buffer_type make_buffer_type(const char * (*get_name)(ggml_backend_buffer_type_t), size_t (*get_alignment)(ggml_backend_buffer_type_t)) {
     ggml_backend_buffer_type type{};
     type.iface.get_name      = get_name;
@@ -208,6 +203,22 @@ static bool device_offload_op(ggml_backend_dev_t, const ggml_tensor * op) {
     }
 }
 
+static const ggml_backend_device_i device_i = [] {
+    ggml_backend_device_i iface{};
+    iface.get_name             = device_get_name;
+    iface.get_description      = device_get_description;
+    iface.get_memory           = device_get_memory;
+    iface.get_type             = device_get_type;
+    iface.get_props            = device_get_props;
+    iface.init_backend         = device_init_backend;
+    iface.get_buffer_type      = device_get_buffer_type;
+    iface.get_host_buffer_type = device_get_host_buffer_type;
+    iface.supports_op          = device_supports_op;
+    iface.supports_buft        = device_supports_buft;
+    iface.offload_op           = device_offload_op;
+    return iface;
+}();
+
 // registry: llama.cpp asks a device for its registry; this one is never registered
 
 static const char * reg_get_name(ggml_backend_reg_t) {
@@ -230,23 +241,7 @@ static ggml_backend_dev_t dry_run_gpu() {
         /* .context     = */ nullptr,
     };
     static ggml_backend_device device = {
-        /* .iface   = */ {
-            /* .get_name             = */ device_get_name,
-            /* .get_description      = */ device_get_description,
-            /* .get_memory           = */ device_get_memory,
-            /* .get_type             = */ device_get_type,
-            /* .get_props            = */ device_get_props,
-            /* .init_backend         = */ device_init_backend,
-            /* .get_buffer_type      = */ device_get_buffer_type,
-            /* .get_host_buffer_type = */ device_get_host_buffer_type,
-            /* .buffer_from_host_ptr = */ nullptr,
-            /* .supports_op          = */ device_supports_op,
-            /* .supports_buft        = */ device_supports_buft,
-            /* .offload_op           = */ device_offload_op,
-            /* .event_new            = */ nullptr,
-            /* .event_free           = */ nullptr,
-            /* .event_synchronize    = */ nullptr,
-        },
+        /* .iface   = */ device_i,
         /* .reg     = */ &reg,
         /* .context = */ nullptr,
     };

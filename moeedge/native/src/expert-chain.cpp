@@ -11,25 +11,6 @@ namespace moeedge {
 // limit of the nodes between the first matmul of a block and its last, views included; gpt-oss has the most, 9
 static constexpr int chain_nodes_max = 32;
 
-// operations that give each pair's column from the same columns of their operands
-static bool is_column_op(enum ggml_op op) {
-    switch (op) {
-        case GGML_OP_GLU:
-        case GGML_OP_UNARY:
-        case GGML_OP_ADD:
-        case GGML_OP_MUL:
-        case GGML_OP_SCALE:
-        case GGML_OP_CLAMP:
-        case GGML_OP_SQR:
-        case GGML_OP_CONT:
-        case GGML_OP_VIEW:
-        case GGML_OP_RESHAPE:
-            return true;
-        default:
-            return false;
-    }
-}
-
 int count_uses(const ggml_cgraph * graph, const ggml_tensor * t) {
     const size_t pos      = ggml_hash_find(&graph->visited_hash_set, t);
     const bool   is_known = pos != GGML_HASHSET_FULL && ggml_bitset_get(graph->visited_hash_set.used, pos);

@@ -15,7 +15,8 @@ struct memory_breakdown_data {
 using memory_breakdown   = std::map<ggml_backend_buffer_type_t, memory_breakdown_data>;
 using memory_breakdown_f = memory_breakdown (*)(const void * context);
 
-static bool is_gpu(ggml_backend_dev_t dev) {
+// one, or several as one (META)
+static bool is_any_gpu(ggml_backend_dev_t dev) {
     return dev != nullptr && ggml_backend_dev_type(dev) != GGML_BACKEND_DEVICE_TYPE_CPU &&
            ggml_backend_dev_type(dev) != GGML_BACKEND_DEVICE_TYPE_ACCEL;
 }
@@ -25,7 +26,7 @@ static size_t count_cpu_sharers(const memory_breakdown & breakdown) {
     size_t n = 1; // the CPU, unless it computes in a GPU's host buffers
     for (const auto & entry : breakdown) {
         ggml_backend_dev_t dev = ggml_backend_buft_get_device(entry.first);
-        if (is_gpu(dev) && ggml_backend_dev_host_buffer_type(dev) != nullptr) {
+        if (is_any_gpu(dev) && ggml_backend_dev_host_buffer_type(dev) != nullptr) {
             n = 0;
         }
     }
@@ -48,8 +49,8 @@ static int read_memory_uses(void * get_breakdown, const void * context, bool is_
         moeedge_memory_use & use = out[n++];
         ggml_backend_dev_t   dev = ggml_backend_buft_get_device(buft);
         std::snprintf(use.buffer_type, sizeof(use.buffer_type), "%s", ggml_backend_buft_name(buft));
-        std::snprintf(use.device, sizeof(use.device), "%s", is_gpu(dev) ? ggml_backend_dev_name(dev) : "");
-        use.on_gpu        = is_gpu(dev) && !ggml_backend_buft_is_host(buft); // a GPU's host buffers are host memory
+        std::snprintf(use.device, sizeof(use.device), "%s", is_any_gpu(dev) ? ggml_backend_dev_name(dev) : "");
+        use.on_gpu        = is_any_gpu(dev) && !ggml_backend_buft_is_host(buft); // a GPU's host buffers are host memory
         use.weights_bytes = (int64_t) data.model;
         use.memory_bytes  = (int64_t) data.context;
         use.compute_bytes = (int64_t) data.compute;

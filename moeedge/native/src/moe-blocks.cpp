@@ -13,22 +13,27 @@ static constexpr int chain_depth = 12;
 // the most nodes that are looked at for one: values that many paths reach, as x * x * x does, are looked at again for each path
 static constexpr int chain_visits = 64;
 
-static bool is_chain_op(enum ggml_op op) {
+bool is_column_op(enum ggml_op op) {
     switch (op) {
         case GGML_OP_GLU:
         case GGML_OP_UNARY:
-        case GGML_OP_ADD_ID:
+        case GGML_OP_ADD:
         case GGML_OP_MUL:
         case GGML_OP_SCALE:
         case GGML_OP_CLAMP:
         case GGML_OP_SQR:
+        case GGML_OP_CONT:
         case GGML_OP_VIEW:
         case GGML_OP_RESHAPE:
-        case GGML_OP_CONT:
             return true;
         default:
             return false;
     }
+}
+
+// of the nodes from down back to up, as they are followed from a single node: an ADD may be the sum of a token's experts
+static bool is_chain_op(enum ggml_op op) {
+    return op == GGML_OP_ADD_ID || (op != GGML_OP_ADD && is_column_op(op));
 }
 
 static const ggml_tensor * find_expert_matmul(const ggml_tensor * node, int depth, int & n_visits) {

@@ -6,8 +6,9 @@
 #include <cstdint>
 #include <vector>
 
+#include "ggml.h"
+
 struct ggml_cgraph;
-struct ggml_tensor;
 
 namespace moeedge {
 
@@ -25,6 +26,9 @@ void find_blocks(const ggml_cgraph * graph, std::vector<moe_block> & blocks);
 
 // whether a node belongs to a MoE block, judged by the node alone (the scheduler asks without the graph)
 bool is_block_node(const ggml_tensor * node);
+
+// whether an operation gives each pair's column from the same columns of its operands
+bool is_column_op(enum ggml_op op);
 
 // tokens that a node of a MoE block works on
 int64_t block_node_tokens(const ggml_tensor * node);

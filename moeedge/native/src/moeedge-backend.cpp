@@ -39,11 +39,6 @@ static instance * instance_of(ggml_backend_t backend) {
 
 // backend interface
 
-static bool is_gpu(ggml_backend_dev_t dev) {
-    const enum ggml_backend_dev_type type = ggml_backend_dev_type(dev);
-    return type == GGML_BACKEND_DEVICE_TYPE_GPU || type == GGML_BACKEND_DEVICE_TYPE_IGPU;
-}
-
 static const char * backend_get_name(ggml_backend_t) {
     return "MOEEDGE";
 }
@@ -136,24 +131,16 @@ static void backend_graph_optimize(ggml_backend_t backend, ggml_cgraph * graph, 
     }
 }
 
-static const ggml_backend_i backend_i = {
-    /* .get_name                = */ backend_get_name,
-    /* .free                    = */ backend_free,
-    /* .set_tensor_async        = */ nullptr,
-    /* .get_tensor_async        = */ nullptr,
-    /* .set_tensor_2d_async     = */ nullptr,
-    /* .get_tensor_2d_async     = */ nullptr,
-    /* .cpy_tensor_async        = */ backend_cpy_tensor_async,
-    /* .synchronize             = */ nullptr, // graph_compute ends when all is done; Vulkan copies from such backends at once
-    /* .graph_plan_create       = */ nullptr,
-    /* .graph_plan_free         = */ nullptr,
-    /* .graph_plan_update       = */ nullptr,
-    /* .graph_plan_compute      = */ nullptr,
-    /* .graph_compute           = */ backend_graph_compute,
-    /* .event_record            = */ nullptr,
-    /* .event_wait              = */ nullptr,
-    /* .graph_optimize          = */ backend_graph_optimize,
-};
+// no synchronize: graph_compute ends when all is done; Vulkan copies from such backends at once
+static const ggml_backend_i backend_i = [] { // members by name: their number differs between versions of ggml
+    ggml_backend_i iface{};
+    iface.get_name         = backend_get_name;
+    iface.free             = backend_free;
+    iface.cpy_tensor_async = backend_cpy_tensor_async;
+    iface.graph_compute    = backend_graph_compute;
+    iface.graph_optimize   = backend_graph_optimize;
+    return iface;
+}();
 
 static ggml_guid_t backend_guid() {
     static ggml_guid guid = { 0x6d, 0x6f, 0x65, 0x65, 0x64, 0x67, 0x65, 0x01, 0x9b, 0x52, 0x4e, 0xc7, 0x11, 0x8a, 0xd0, 0x33 };
@@ -297,23 +284,20 @@ static bool device_supports_buft(ggml_backend_dev_t dev, ggml_backend_buffer_typ
     return self ? ggml_backend_dev_supports_buft(self->cpu_dev, buft) : ggml_backend_buft_is_host(buft);
 }
 
-static const ggml_backend_device_i device_i = {
-    /* .get_name             = */ device_get_name,
-    /* .get_description      = */ device_get_description,
-    /* .get_memory           = */ device_get_memory,
-    /* .get_type             = */ device_get_type,
-    /* .get_props            = */ device_get_props,
-    /* .init_backend         = */ device_init_backend,
-    /* .get_buffer_type      = */ device_get_buffer_type,
-    /* .get_host_buffer_type = */ nullptr,
-    /* .buffer_from_host_ptr = */ device_buffer_from_host_ptr,
-    /* .supports_op          = */ device_supports_op,
-    /* .supports_buft        = */ device_supports_buft,
-    /* .offload_op           = */ nullptr,
-    /* .event_new            = */ nullptr,
-    /* .event_free           = */ nullptr,
-    /* .event_synchronize    = */ nullptr,
-};
+static const ggml_backend_device_i device_i = [] { // members by name: their number differs between versions of ggml
+    ggml_backend_device_i iface{};
+    iface.get_name             = device_get_name;
+    iface.get_description      = device_get_description;
+    iface.get_memory           = device_get_memory;
+    iface.get_type             = device_get_type;
+    iface.get_props            = device_get_props;
+    iface.init_backend         = device_init_backend;
+    iface.get_buffer_type      = device_get_buffer_type;
+    iface.buffer_from_host_ptr = device_buffer_from_host_ptr;
+    iface.supports_op          = device_supports_op;
+    iface.supports_buft        = device_supports_buft;
+    return iface;
+}();
 
 // registry interface
 

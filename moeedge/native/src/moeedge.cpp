@@ -99,13 +99,14 @@ int moeedge_set_default_offload_scope(int scope) {
     if (!is_offload_scope(scope)) {
         return MOEEDGE_STATUS_BAD_ARGUMENT;
     }
-    return guarded([&] { moeedge::instances_set_default_offload_scope(scope); });
+    moeedge::defaults.offload_scope.store(scope);
+    return MOEEDGE_STATUS_OK;
 }
 
 int moeedge_set_default_host_buffer(void * device) {
     return guarded([&] {
         ggml_backend_dev_t dev = (ggml_backend_dev_t) device;
-        moeedge::instances_set_default_host_buft(dev ? ggml_backend_dev_host_buffer_type(dev) : nullptr);
+        moeedge::defaults.host_buft.store(dev ? ggml_backend_dev_host_buffer_type(dev) : nullptr);
     });
 }
 
