@@ -8,9 +8,6 @@
 
 namespace moeedge {
 
-// the buffer grows in steps, so that a slightly larger batch does not discard all graphs
-static constexpr size_t buffer_step_bytes = 1 << 20;
-
 static const arriving_tensor * find_arriving(const std::vector<arriving_tensor> & arriving, const ggml_tensor * t) {
     for (auto found = arriving.rbegin(); found != arriving.rend(); ++found) {
         if (found->copy == t || found->copy == t->view_src) {
@@ -46,11 +43,6 @@ ahead_launch::ahead_launch(std::shared_ptr<expert_cache> c)
 
 ahead_launch::~ahead_launch() {
     wait_idle();
-    graphs.clear();
-    ggml_backend_event_free(arrived);
-    ggml_backend_buffer_free(buffer);
-    ggml_backend_buffer_free(map_buffer);
-    ggml_free(map_ctx);
 }
 
 // The map, and behind it as many rows as a graph has tokens: the graphs read a layer's row through a view that repeats it for
@@ -61,14 +53,14 @@ bool ahead_launch::allocate_map() {
     }
     is_refused           = true;
     const int64_t n_rows = cache->n_layers() + n_tokens_max;
-    arrived              = ggml_backend_event_new(cache->device().dev);
+    arrived.reset(ggml_backend_event_new(cache->device().dev));
     sent_map             = (int32_t *) staging.reserve(sizeof(int32_t) * (size_t) (cache->n_layers() * n_experts + 1));
-    map_ctx              = ggml_init({ ggml_tensor_overhead(), nullptr, /* .no_alloc = */ true });
+    map_ctx.reset(ggml_init({ ggml_tensor_overhead(), nullptr, /* .no_alloc = */ true }));
     if (arrived == nullptr || sent_map == nullptr || map_ctx == nullptr) {
         return false;
     }
-    ggml_tensor * rows = ggml_new_tensor_1d(map_ctx, GGML_TYPE_I32, n_rows * n_experts);
-    map_buffer         = ggml_backend_alloc_ctx_tensors_from_buft(map_ctx, cache->device().buft);
+    ggml_tensor * rows = ggml_new_tensor_1d(map_ctx.get(), GGML_TYPE_I32, n_rows * n_experts);
+    map_buffer.reset(ggml_backend_alloc_ctx_tensors_from_buft(map_ctx.get(), cache->device().buft));
     if (map_buffer == nullptr) {
         return false;
     }
@@ -96,15 +88,11 @@ std::unique_ptr<ahead_launch::block_graph> ahead_launch::build(const expert_chai
     // the weighted ones, a view and an addition per place
     const size_t  n_tensors = chain_tensors_max(chain) + 12 + 2 * (size_t) n_used;
 
-    auto built     = std::make_unique<block_graph>();
+    auto built     = std::make_unique<block_graph>(n_tensors);
     built->input   = sources.input;
     built->ids     = sources.ids;
     built->weights = sources.weights;
-    built->ctx     = ggml_init({ n_tensors * ggml_tensor_overhead() + ggml_graph_overhead_custom(n_tensors, false), nullptr, true });
-    if (built->ctx == nullptr) {
-        return nullptr;
-    }
-    ggml_context * ctx     = built->ctx;
+    ggml_context * ctx     = built->ctx.get();
     ggml_tensor *  input   = external(ctx, chain.input, sources.input);
     ggml_tensor *  ids     = external(ctx, chain.ids, sources.ids);
     ggml_tensor *  weights = external(ctx, sum.weights, sources.weights);
@@ -118,24 +106,9 @@ std::unique_ptr<ahead_launch::block_graph> ahead_launch::build(const expert_chai
     }
     std::vector<subgraph::table_use> uses;
     ggml_tensor * columns = build_chain(ctx, chain, tables, input, slots, uses);
-    built->graph          = ggml_new_graph_custom(ctx, n_tensors, false);
     built->out            = build_weighted_sum(ctx, built->graph, columns, weights);
-    built->is_supported = supports_graph(cache->device().dev, built->graph);
+    built->is_supported   = supports_graph(cache->device().dev, built->graph);
     return built;
-}
-
-// gives the graph's tensors their addresses, in a larger buffer if need be
-bool ahead_launch::place(block_graph & built) {
-    const size_t bytes = needed_bytes(built.ctx, cache->device().buft);
-    if (buffer == nullptr || bytes > ggml_backend_buffer_get_size(buffer)) {
-        graphs.clear(); // they are in the old buffer; none runs, since the last one was awaited
-        ggml_backend_buffer_free(buffer);
-        buffer = ggml_backend_buft_alloc_buffer(cache->device().buft, GGML_PAD(bytes + bytes / 2, buffer_step_bytes));
-        if (buffer == nullptr) {
-            return false;
-        }
-    }
-    return place_tensors(built.ctx, buffer);
 }
 
 static bool is_same(const block_sources::place & a, const block_sources::place & b) {
@@ -152,7 +125,8 @@ ahead_launch::block_graph * ahead_launch::get(const expert_chain & chain, const 
         return known->second.get();
     }
     std::unique_ptr<block_graph> built = build(chain, sum, tables, sources);
-    if (!built || (built->is_supported && !place(*built))) {
+    // none of those in the old buffer runs, since the last one was awaited
+    if (built->is_supported && !place_tensors(built->ctx.get(), buffer, cache->device().buft, [this] { graphs.clear(); })) {
         return nullptr;
     }
     return (graphs[key] = std::move(built)).get();
@@ -191,7 +165,7 @@ bool ahead_launch::start(const expert_chain & chain, const expert_sum & sum, con
         return false;
     }
     backend = sources.backend;
-    ggml_backend_event_record(arrived, backend);
+    ggml_backend_event_record(arrived.get(), backend);
     send_map(chain.layer, group, slots, backend);
     begin_ns   = now_ns();
     is_running = true;
@@ -204,7 +178,7 @@ bool ahead_launch::start(const expert_chain & chain, const expert_sum & sum, con
 }
 
 void ahead_launch::wait_inputs() {
-    ggml_backend_event_synchronize(arrived);
+    ggml_backend_event_synchronize(arrived.get());
 }
 
 void ahead_launch::wait_idle() {

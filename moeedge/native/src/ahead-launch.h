@@ -67,18 +67,15 @@ class ahead_launch : no_copy {
     int64_t busy_ns() const { return device_ns; }
 
   private:
-    struct block_graph : no_copy {
-        ggml_context *       ctx   = nullptr;
-        ggml_cgraph *        graph = nullptr;
-        ggml_tensor *        out   = nullptr;
+    struct block_graph : graph_memory {
+        using graph_memory::graph_memory;
+
+        ggml_tensor *        out = nullptr;
         block_sources::place input, ids, weights; // that it was built for
         bool                 is_supported = false;
-
-        ~block_graph() { ggml_free(ctx); }
     };
 
     bool          allocate_map();
-    bool          place(block_graph & built);
     block_graph * get(const expert_chain & chain, const expert_sum & sum, const table_list & tables, const block_sources & sources);
     std::unique_ptr<block_graph> build(const expert_chain & chain, const expert_sum & sum, const table_list & tables,
                                        const block_sources & sources) const;
@@ -86,14 +83,14 @@ class ahead_launch : no_copy {
 
     std::shared_ptr<expert_cache> cache;
     int                           n_experts   = 0;
-    ggml_context *                map_ctx     = nullptr;
+    ggml_context_ptr              map_ctx;
     ggml_tensor *                 map         = nullptr; // int32, the slots of each layer's experts
-    ggml_backend_buffer_t         map_buffer  = nullptr;
+    ggml_backend_buffer_ptr       map_buffer;
     bool                          is_refused  = false; // the device has no events or no memory
     host_buffer                   staging;  // of the map, and one value more
     int32_t *                     sent_map = nullptr; // in it; what the device has or is being sent
-    ggml_backend_event_t          arrived  = nullptr;
-    ggml_backend_buffer_t         buffer   = nullptr; // of all graphs, since one runs at a time
+    ggml_backend_event_ptr        arrived;
+    ggml_backend_buffer_ptr       buffer; // of all graphs, since one runs at a time
     std::map<std::pair<int, int64_t>, std::unique_ptr<block_graph>> graphs; // by layer and number of tokens
     host_buffer                   output;
     void *                        output_data = nullptr;

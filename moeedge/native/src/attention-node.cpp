@@ -156,8 +156,8 @@ void attention_node::compute(int ith, int nth) {
 struct attention_case {
     static constexpr int64_t n_key = 128, n_heads = 4;
 
-    owned_backend      cpu;
-    owned_context      ctx;
+    ggml_backend_ptr   cpu;
+    ggml_context_ptr   ctx;
     ggml_tensor *      node  = nullptr;
     ggml_cgraph *      graph = nullptr;
     std::vector<float> parts;

@@ -14,16 +14,12 @@ static constexpr int64_t answer_limit_ns = 120ll * 1000 * 1000 * 1000;
 // turns of a short wait (some 40 us) that keeps the core: a thread that sleeps takes as long to wake up
 static constexpr int n_spins = 1000;
 
-host_buffer::~host_buffer() {
-    ggml_backend_buffer_free(buffer);
-}
-
 void * host_buffer::reserve(size_t bytes) {
-    if (buffer == nullptr || ggml_backend_buffer_get_size(buffer) < bytes) {
-        ggml_backend_buffer_free(buffer);
-        buffer = ggml_backend_buft_alloc_buffer(buft, bytes + bytes / 2);
+    if (!buffer || ggml_backend_buffer_get_size(buffer.get()) < bytes) {
+        buffer.reset();
+        buffer.reset(ggml_backend_buft_alloc_buffer(buft, bytes + bytes / 2));
     }
-    return buffer ? ggml_backend_buffer_get_base(buffer) : nullptr;
+    return buffer ? ggml_backend_buffer_get_base(buffer.get()) : nullptr;
 }
 
 device_worker::device_worker(std::shared_ptr<expert_cache> c)

@@ -19,16 +19,15 @@
 namespace moeedge {
 
 // host memory that grows
-class host_buffer : no_copy {
+class host_buffer {
   public:
     explicit host_buffer(ggml_backend_buffer_type_t type) : buft(type) {}
-    ~host_buffer();
 
     void * reserve(size_t bytes); // null when memory is short
 
   private:
     ggml_backend_buffer_type_t buft;
-    ggml_backend_buffer_t      buffer = nullptr;
+    ggml_backend_buffer_ptr    buffer;
 };
 
 // the caller and the thread own it together: the thread may outlive the caller when the device is lost

@@ -2,7 +2,6 @@
 // weights. For analyses of small batches (moeedge profile), not for decoding.
 
 #include <cstring>
-#include <memory>
 
 #include "c-calls.h"
 #include "expert-chain.h"
@@ -10,14 +9,6 @@
 #include "subgraph-set.h"
 
 namespace moeedge {
-
-struct context_deleter {
-    void operator()(ggml_context * ctx) const { ggml_free(ctx); }
-};
-
-struct buffer_deleter {
-    void operator()(ggml_backend_buffer * buffer) const { ggml_backend_buffer_free(buffer); }
-};
 
 // experts of the chain; each of its matmuls has as many
 static int64_t count_experts(const expert_chain & chain) {
@@ -58,31 +49,24 @@ static int compute_expert_outputs(const ggml_cgraph * graph, int i_first, ggml_b
     if (n_values != chain.out->ne[0] * n_experts * n_tokens) {
         return fail(MOEEDGE_STATUS_BAD_ARGUMENT, "The block has other dimensions.");
     }
-    const size_t n_tensors = chain_tensors_max(chain) + 2; // with input and ids
-    const std::unique_ptr<ggml_context, context_deleter> ctx(
-        ggml_init({ n_tensors * ggml_tensor_overhead() + ggml_graph_overhead_custom(n_tensors, false), nullptr, true }));
-    if (!ctx) {
-        throw std::bad_alloc();
-    }
-    ggml_tensor * input = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F32, chain.input->ne[0], 1, n_tokens);
-    ggml_tensor * ids   = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_I32, n_experts, n_tokens);
-    table_list    tables;
+    const graph_memory all(chain_tensors_max(chain) + 2); // with input and ids
+    ggml_context *     ctx   = all.ctx.get();
+    ggml_tensor *      input = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, chain.input->ne[0], 1, n_tokens);
+    ggml_tensor *      ids   = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, n_experts, n_tokens);
+    table_list         tables;
     for (const expert_table & table : chain.tables) {
         tables.push_back(table.tensor);
     }
     std::vector<subgraph::table_use> uses; // of the originals, which stay
-    ggml_tensor * last = build_chain(ctx.get(), chain, tables, input, ids, uses);
-    ggml_cgraph * all  = ggml_new_graph_custom(ctx.get(), n_tensors, false);
-    ggml_build_forward_expand(all, last);
+    ggml_tensor * last = build_chain(ctx, chain, tables, input, ids, uses);
+    ggml_build_forward_expand(all.graph, last);
 
-    const ggml_backend_buffer_type_t buft = ggml_backend_cpu_buffer_type();
-    const std::unique_ptr<ggml_backend_buffer, buffer_deleter> buffer(
-        ggml_backend_buft_alloc_buffer(buft, needed_bytes(ctx.get(), buft)));
-    if (!buffer || !place_tensors(ctx.get(), buffer.get())) {
+    ggml_backend_buffer_ptr buffer;
+    if (!place_tensors(ctx, buffer, ggml_backend_cpu_buffer_type(), [] {})) {
         throw std::bad_alloc();
     }
     fill(chain, n_experts, input, ids);
-    if (ggml_backend_graph_compute(cpu, all) != GGML_STATUS_SUCCESS) {
+    if (ggml_backend_graph_compute(cpu, all.graph) != GGML_STATUS_SUCCESS) {
         return fail(MOEEDGE_STATUS_FAILED, cannot);
     }
     const int64_t n_out = last->ne[0];

@@ -25,8 +25,8 @@ hybrid_executor::hybrid_executor(std::shared_ptr<expert_cache> c, ggml_backend_t
       device_graphs(new subgraph_set(ggml_backend_get_device(cache->device().compute), cache->device().buft,
                                      [c = cache.get()](std::function<void()> work) { return c->run_on_device(std::move(work)); })) {
     if (cache->device().n_threads > 0) {
-        cpu_part = ggml_backend_dev_init(cpu_dev, nullptr);
-        cpu      = cpu_part;
+        cpu_part.reset(ggml_backend_dev_init(cpu_dev, nullptr));
+        cpu = cpu_part.get();
     }
     ahead.reset(new ahead_launch(cache));
     streamed.reset(new streamed_block(cache));
@@ -52,12 +52,11 @@ hybrid_executor::~hybrid_executor() {
         });
     } catch (const std::exception &) { // no memory for the thread that frees
     }
-    ggml_backend_free(cpu_part);
 }
 
 void hybrid_executor::set_n_threads(int n_threads) {
     if (cpu_part) {
-        moeedge::set_n_threads(cpu_part, std::max(1, n_threads - cache->device().n_threads));
+        moeedge::set_n_threads(cpu_part.get(), std::max(1, n_threads - cache->device().n_threads));
     }
 }
 

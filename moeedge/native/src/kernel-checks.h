@@ -1,25 +1,15 @@
-// What the checks of kernels share: ggml's objects with owners, values, and times in turns.
+// What the checks of kernels share: values, and times in turns.
 
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <limits>
-#include <memory>
-#include <type_traits>
 
-#include "ggml-backend.h"
+#include "ggml-cpp.h"
 #include "timing.h"
 
 namespace moeedge {
-
-template <typename T, void (*F)(T)> struct freed_by {
-    void operator()(T t) const { F(t); }
-};
-template <typename T, void (*F)(T)> using owned = std::unique_ptr<std::remove_pointer_t<T>, freed_by<T, F>>;
-
-using owned_backend = owned<ggml_backend_t, ggml_backend_free>;
-using owned_context = owned<ggml_context *, ggml_free>;
 
 class check_values {
   public:

@@ -216,12 +216,12 @@ class check_case {
         return false;
     }
 
-    const dot_kernel &                                         kernel;
-    ggml_backend_dev_t                                         dev = nullptr;
-    owned_backend                                              cpu;
-    owned_context                                              ctx, matrix_ctx;
-    owned<ggml_backend_buffer_t, ggml_backend_buffer_free>     buffer, matrix_buffer;
-    ggml_tensor *                                              matrices[TALL + 1] = {};
+    const dot_kernel &       kernel;
+    ggml_backend_dev_t       dev = nullptr;
+    ggml_backend_ptr         cpu;
+    ggml_context_ptr         ctx, matrix_ctx;
+    ggml_backend_buffer_ptr  buffer, matrix_buffer;
+    ggml_tensor *            matrices[TALL + 1] = {};
     ggml_tensor *                                              matrix = nullptr, *x = nullptr, *ids = nullptr, *out = nullptr;
     ggml_cgraph *                                              graph       = nullptr;
     bool                                                       is_complete = false;

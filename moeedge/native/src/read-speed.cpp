@@ -3,13 +3,13 @@
 
 #include <algorithm>
 #include <atomic>
-#include <memory>
 #include <new>
 #include <system_error>
 #include <thread>
 #include <vector>
 
 #include "c-calls.h"
+#include "ggml-cpp.h"
 #include "kernel-choice.h"
 #include "timing.h"
 
@@ -87,8 +87,7 @@ static double multiply_speed(int n_threads, int n_repetitions) {
 static double read_speed(const void * memory, int64_t n_bytes, int n_threads, int n_repetitions) {
     const int64_t n_words = n_bytes / (int64_t) sizeof(uint64_t);
     // in pages as large as those of repacked weights
-    const std::unique_ptr<ggml_backend_buffer, decltype(&ggml_backend_buffer_free)> own(
-        memory ? nullptr : ggml_backend_buft_alloc_buffer(ggml_backend_cpu_buffer_type(), (size_t) n_bytes), ggml_backend_buffer_free);
+    const ggml_backend_buffer_ptr own(memory ? nullptr : ggml_backend_buft_alloc_buffer(ggml_backend_cpu_buffer_type(), (size_t) n_bytes));
     if (own) {
         ggml_backend_buffer_clear(own.get(), 1);
     } else if (memory == nullptr) {

@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "ggml-cpp.h"
+
 #if defined(__linux__)
 #include <sys/mman.h>
 #include <unistd.h>
@@ -59,14 +61,10 @@ bool pool_limits::fits(const expert_role & role, int64_t n_slots) const {
     if (!is_addressable(role, n_slots)) {
         return false;
     }
-    const std::unique_ptr<ggml_context, void (*)(ggml_context *)> owner(
-        ggml_init({ 8 * ggml_tensor_overhead(), nullptr, /* .no_alloc = */ true }), ggml_free);
-    ggml_context * ctx  = owner.get();
-    ggml_tensor *  pool = ctx ? new_pool(ctx, role, n_slots) : nullptr;
-    if (pool == nullptr) {
-        return false;
-    }
-    const size_t bytes = ggml_backend_buft_get_alloc_size(device.buft, pool);
+    const ggml_context_ptr owner(ggml_init({ 8 * ggml_tensor_overhead(), nullptr, /* .no_alloc = */ true }));
+    ggml_context *         ctx  = owner.get();
+    ggml_tensor *          pool = new_pool(ctx, role, n_slots);
+    const size_t           bytes = ggml_backend_buft_get_alloc_size(device.buft, pool);
     if (bytes > ggml_backend_buft_get_max_size(device.buft) || (pool_bytes_max > 0 && bytes > (size_t) pool_bytes_max)) {
         return false;
     }

@@ -13,27 +13,19 @@ enum index_part { PART_TOKEN, PART_SLOT, PART_COLUMN, n_parts };
 // Vulkan's kernels want the ids of experts on such a boundary
 static constexpr size_t n_aligned = 64;
 
-streamed_block::graph_memory::graph_memory(size_t n_tensors)
-    : ctx(ggml_init({ n_tensors * ggml_tensor_overhead() + ggml_graph_overhead_custom(n_tensors, false), nullptr, /* .no_alloc = */ true })) {
-    if (ctx == nullptr) {
-        throw std::bad_alloc();
-    }
-    graph = ggml_new_graph_custom(ctx, n_tensors, false);
-}
-
 streamed_block::streamed_block(std::shared_ptr<expert_cache> c)
     : cache(std::move(c)), backend(cache->device().compute), allocator(ggml_gallocr_new(cache->device().buft)),
       output(new host_buffer(cache->device().staging_buft)) {}
 
 streamed_block::~streamed_block() {
     if (cache->is_lost()) {
-        output.release(); // its memory may still be in use
+        // their memory may still be in use
+        output.release();
+        allocator.release();
+        buffer.release();
         return;
     }
     wait();
-    ggml_gallocr_free(allocator);
-    ggml_backend_buffer_free(buffer);
-    ggml_free(ctx);
 }
 
 bool streamed_block::takes(const placed_chain & placed) {
@@ -41,26 +33,26 @@ bool streamed_block::takes(const placed_chain & placed) {
 }
 
 // int32 [n] of the pairs from `begin` on
-ggml_tensor * streamed_block::pick(graph_memory & built, int part, size_t begin, size_t n) const {
-    return ggml_view_1d(built.ctx, indices, (int64_t) n, sizeof(int32_t) * ((size_t) (indices->ne[0] / n_parts) * (size_t) part + begin));
+ggml_tensor * streamed_block::pick(ggml_context * of, int part, size_t begin, size_t n) const {
+    return ggml_view_1d(of, indices, (int64_t) n, sizeof(int32_t) * ((size_t) (indices->ne[0] / n_parts) * (size_t) part + begin));
 }
 
 streamed_block::graph_ptr streamed_block::build_piece(const placed_chain & placed, const table_list & tables, size_t begin,
                                                       size_t n) const {
     graph_ptr                        built = std::make_unique<graph_memory>(chain_tensors_max(placed.chain) + 12);
-    ggml_context *                   c     = built->ctx;
+    ggml_context *                   c     = built->ctx.get();
     std::vector<subgraph::table_use> uses;
-    ggml_tensor * ids    = ggml_reshape_2d(c, pick(*built, PART_SLOT, begin, n), 1, (int64_t) n);
-    ggml_tensor * tokens = ggml_get_rows(c, input, pick(*built, PART_TOKEN, begin, n));
+    ggml_tensor * ids    = ggml_reshape_2d(c, pick(built->ctx.get(), PART_SLOT, begin, n), 1, (int64_t) n);
+    ggml_tensor * tokens = ggml_get_rows(c, input, pick(built->ctx.get(), PART_TOKEN, begin, n));
     ggml_tensor * found  = build_chain(c, placed.chain, tables, ggml_reshape_3d(c, tokens, tokens->ne[0], 1, (int64_t) n), ids, uses);
     found                = ggml_reshape_2d(c, found, found->ne[0], (int64_t) n);
-    ggml_build_forward_expand(built->graph, ggml_set_rows(c, columns, found, pick(*built, PART_COLUMN, begin, n)));
+    ggml_build_forward_expand(built->graph, ggml_set_rows(c, columns, found, pick(built->ctx.get(), PART_COLUMN, begin, n)));
     return built;
 }
 
 streamed_block::graph_ptr streamed_block::build_sum(ggml_tensor *& sum) const {
     graph_ptr built = std::make_unique<graph_memory>(4 + 2 * (size_t) weights->ne[1]);
-    sum             = build_weighted_sum(built->ctx, built->graph, columns, weights);
+    sum             = build_weighted_sum(built->ctx.get(), built->graph, columns, weights);
     return built;
 }
 
@@ -91,7 +83,7 @@ bool streamed_block::reserve(const placed_chain & placed, size_t n_piece) {
     const graph_ptr    summed = build_sum(sum);
     ggml_backend_dev_t dev    = ggml_backend_get_device(backend);
     const bool         takes  = supports_graph(dev, piece->graph) && supports_graph(dev, summed->graph);
-    if (takes && !(ggml_gallocr_reserve(allocator, summed->graph) && ggml_gallocr_reserve(allocator, piece->graph))) {
+    if (takes && !(ggml_gallocr_reserve(allocator.get(), summed->graph) && ggml_gallocr_reserve(allocator.get(), piece->graph))) {
         return false; // memory may be free at the next call
     }
     return known[placed.chain.shape] = takes;
@@ -108,19 +100,15 @@ bool streamed_block::allocate(const placed_chain & placed, size_t n_piece) {
     }
     sizes_of.clear();
     known.clear();
-    ggml_free(ctx);
-    ggml_backend_buffer_free(buffer);
-    buffer = nullptr;
-    ctx    = ggml_init({ 4 * ggml_tensor_overhead(), nullptr, /* .no_alloc = */ true });
-    if (ctx == nullptr) {
-        return false;
-    }
-    input   = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, chain.input->ne[0], chain.n_tokens());
-    columns = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, chain.out->ne[0], n_pairs);
-    weights = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, 1, chain.n_used(), chain.n_tokens());
-    indices = ggml_new_tensor_1d(ctx, GGML_TYPE_I32, n_parts * (int64_t) n_indices(n_pairs, n_piece, cache->n_experts()));
-    buffer  = ggml_backend_alloc_ctx_tensors_from_buft(ctx, cache->device().buft);
-    if (buffer == nullptr) {
+    buffer.reset();
+    ctx.reset(ggml_init({ 4 * ggml_tensor_overhead(), nullptr, /* .no_alloc = */ true }));
+    ggml_context * c = ctx.get();
+    input   = ggml_new_tensor_2d(c, GGML_TYPE_F32, chain.input->ne[0], chain.n_tokens());
+    columns = ggml_new_tensor_2d(c, GGML_TYPE_F32, chain.out->ne[0], n_pairs);
+    weights = ggml_new_tensor_3d(c, GGML_TYPE_F32, 1, chain.n_used(), chain.n_tokens());
+    indices = ggml_new_tensor_1d(c, GGML_TYPE_I32, n_parts * (int64_t) n_indices(n_pairs, n_piece, cache->n_experts()));
+    buffer.reset(ggml_backend_alloc_ctx_tensors_from_buft(c, cache->device().buft));
+    if (!buffer) {
         return false;
     }
     sizes_of = wanted;
@@ -175,7 +163,7 @@ bool streamed_block::send_all(const placed_chain & placed, const char * from, co
 }
 
 bool streamed_block::queue(graph_ptr built) {
-    if (!ggml_gallocr_alloc_graph(allocator, built->graph)) {
+    if (!ggml_gallocr_alloc_graph(allocator.get(), built->graph)) {
         return false;
     }
     queued.push_back(std::move(built));

@@ -17,8 +17,6 @@
 #include "expert-cache.h"
 #include "pair-columns.h"
 
-typedef struct ggml_gallocr * ggml_gallocr_t;
-
 namespace moeedge {
 
 class streamed_block : no_copy {
@@ -52,17 +50,10 @@ class streamed_block : no_copy {
     bool finish(const placed_chain & placed, bool is_complete);
 
   private:
-    struct graph_memory : no_copy {
-        ggml_context * ctx   = nullptr;
-        ggml_cgraph *  graph = nullptr;
-
-        graph_memory(size_t n_tensors);
-        ~graph_memory() { ggml_free(ctx); }
-    };
     using graph_ptr = std::unique_ptr<graph_memory>;
 
     bool          allocate(const placed_chain & placed, size_t n_piece);
-    ggml_tensor * pick(graph_memory & built, int part, size_t begin, size_t n) const;
+    ggml_tensor * pick(ggml_context * of, int part, size_t begin, size_t n) const;
     graph_ptr     build_piece(const placed_chain & placed, const table_list & tables, size_t begin, size_t n) const;
     graph_ptr     build_sum(ggml_tensor *& sum) const;
     bool          queue(graph_ptr built);
@@ -75,11 +66,11 @@ class streamed_block : no_copy {
 
     std::shared_ptr<expert_cache> cache;
     ggml_backend_t                backend;
-    ggml_gallocr_t                allocator;
+    ggml_gallocr_ptr              allocator;
     std::vector<int64_t>          sizes_of; // of the block that memory is allocated for; empty: none
     std::map<std::string, bool>   known;    // shapes of chains: whether the device computes them, in this memory
-    ggml_context *                ctx    = nullptr;
-    ggml_backend_buffer_t         buffer = nullptr;
+    ggml_context_ptr              ctx;
+    ggml_backend_buffer_ptr       buffer;
     // on the device: input [n_in, n_tokens], columns [n_out, n_pairs], weights [1, n_used, n_tokens]; thrice int32, in the order of
     // computation, each piece aligned: the pairs' tokens, slots and places in the columns
     ggml_tensor *                 input   = nullptr;

@@ -15,20 +15,12 @@ static constexpr size_t n_built_max = 512;
 // buffers grow in steps, so that a slightly larger batch does not discard all graphs
 static constexpr size_t buffer_step_bytes = 1 << 20;
 
-subgraph::~subgraph() {
-    ggml_free(ctx);
-}
+graph_memory::graph_memory(size_t n_tensors)
+    : ctx(ggml_init({ n_tensors * ggml_tensor_overhead() + ggml_graph_overhead_custom(n_tensors, false), nullptr, /* .no_alloc = */ true })),
+      graph(ctx ? ggml_new_graph_custom(ctx.get(), n_tensors, false) : throw std::bad_alloc()) {}
 
 subgraph_set::subgraph_set(ggml_backend_dev_t device, ggml_backend_buffer_type_t type, runner device_run)
     : dev(device), buft(type), run(std::move(device_run)) {}
-
-subgraph_set::~subgraph_set() {
-    ggml_backend_buffer_free(buffer);
-}
-
-size_t subgraph_set::buffer_bytes() const {
-    return buffer ? ggml_backend_buffer_get_size(buffer) : 0;
-}
 
 subgraph * subgraph_set::get(const expert_chain & chain, int64_t n_pairs, pair_layout layout, const table_list & tables) {
     key.assign((const char *) &n_pairs, sizeof(n_pairs));
@@ -43,9 +35,9 @@ subgraph * subgraph_set::get(const expert_chain & chain, int64_t n_pairs, pair_l
             built.clear();
         }
         std::unique_ptr<subgraph> sub = build(chain, n_pairs, layout, tables);
-        if (sub && !supports_graph(dev, sub->graph)) {
+        if (!supports_graph(dev, sub->graph)) {
             sub.reset();
-        } else if (!sub || !place(sub)) {
+        } else if (!place(sub)) {
             return nullptr; // memory may be free at the next call
         }
         found = built.emplace(key, std::move(sub)).first;
@@ -145,18 +137,14 @@ std::unique_ptr<subgraph> subgraph_set::build(const expert_chain & chain, int64_
     const int64_t d1        = layout == LAYOUT_PAIRS ? 1 : n_pairs;
     const int64_t d2        = layout == LAYOUT_PAIRS ? n_pairs : 1;
 
-    auto sub = std::make_unique<subgraph>();
-    sub->ctx = ggml_init({ n_tensors * ggml_tensor_overhead() + ggml_graph_overhead_custom(n_tensors, false), nullptr, true });
-    if (sub->ctx == nullptr) {
-        return nullptr;
-    }
-    const bool shares_column = layout == LAYOUT_TOKEN && chain.input->ne[1] == 1;
-    sub->input = ggml_new_tensor_3d(sub->ctx, GGML_TYPE_F32, chain.input->ne[0], shares_column ? 1 : d1, d2);
-    sub->ids   = ggml_new_tensor_2d(sub->ctx, GGML_TYPE_I32, d1, d2);
+    auto           sub           = std::make_unique<subgraph>(n_tensors);
+    ggml_context * ctx           = sub->ctx.get();
+    const bool     shares_column = layout == LAYOUT_TOKEN && chain.input->ne[1] == 1;
+    sub->input = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, chain.input->ne[0], shares_column ? 1 : d1, d2);
+    sub->ids   = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, d1, d2);
     ggml_set_input(sub->input);
     ggml_set_input(sub->ids);
-    sub->out   = build_chain(sub->ctx, chain, tables, sub->input, sub->ids, sub->uses);
-    sub->graph = ggml_new_graph_custom(sub->ctx, n_tensors, false);
+    sub->out = build_chain(ctx, chain, tables, sub->input, sub->ids, sub->uses);
     ggml_set_output(sub->out);
     ggml_build_forward_expand(sub->graph, sub->out);
     return sub;
@@ -171,7 +159,7 @@ bool supports_graph(ggml_backend_dev_t dev, ggml_cgraph * graph) {
     return true;
 }
 
-size_t needed_bytes(ggml_context * ctx, ggml_backend_buffer_type_t buft) {
+static size_t needed_bytes(ggml_context * ctx, ggml_backend_buffer_type_t buft) {
     const size_t alignment = ggml_backend_buft_get_alignment(buft);
     size_t       bytes     = 0;
     for (ggml_tensor * t = ggml_get_first_tensor(ctx); t; t = ggml_get_next_tensor(ctx, t)) {
@@ -182,8 +170,17 @@ size_t needed_bytes(ggml_context * ctx, ggml_backend_buffer_type_t buft) {
     return bytes + alignment;
 }
 
-bool place_tensors(ggml_context * ctx, ggml_backend_buffer_t buffer) {
-    ggml_tallocr alloc = ggml_tallocr_new(buffer);
+bool place_tensors(ggml_context * ctx, ggml_backend_buffer_ptr & buffer, ggml_backend_buffer_type_t buft, const std::function<void()> & drop) {
+    const size_t bytes = needed_bytes(ctx, buft);
+    if (!buffer || bytes > ggml_backend_buffer_get_size(buffer.get())) {
+        drop();
+        buffer.reset();
+        buffer.reset(ggml_backend_buft_alloc_buffer(buft, GGML_PAD(bytes + bytes / 2, buffer_step_bytes)));
+        if (!buffer) {
+            return false;
+        }
+    }
+    ggml_tallocr alloc = ggml_tallocr_new(buffer.get());
     for (ggml_tensor * t = ggml_get_first_tensor(ctx); t; t = ggml_get_next_tensor(ctx, t)) {
         if (t->buffer != nullptr) {
             continue; // it is in another buffer
@@ -199,7 +196,7 @@ bool place_tensors(ggml_context * ctx, ggml_backend_buffer_t buffer) {
 bool subgraph_set::place(std::unique_ptr<subgraph> & sub) {
     auto is_placed = std::make_shared<bool>(false);
     try {
-        if (!run([this, at = sub.get(), is_placed] { *is_placed = try_place(*at); })) {
+        if (!run([this, at = sub.get(), is_placed] { *is_placed = place_tensors(at->ctx.get(), buffer, buft, [this] { built.clear(); }); })) {
             sub.release(); // the abandoned thread may still read it
             return false;
         }
@@ -207,20 +204,6 @@ bool subgraph_set::place(std::unique_ptr<subgraph> & sub) {
         return false;
     }
     return *is_placed;
-}
-
-// gives the tensors their addresses, in a larger buffer if need be
-bool subgraph_set::try_place(subgraph & sub) {
-    const size_t bytes = needed_bytes(sub.ctx, buft);
-    if (bytes > buffer_bytes()) {
-        built.clear(); // they are in the old buffer
-        ggml_backend_buffer_free(buffer);
-        buffer = ggml_backend_buft_alloc_buffer(buft, GGML_PAD(bytes + bytes / 2, buffer_step_bytes));
-        if (buffer == nullptr) {
-            return false;
-        }
-    }
-    return place_tensors(sub.ctx, buffer);
 }
 
 } // namespace moeedge

@@ -19,16 +19,23 @@
 #include <vector>
 
 #include "expert-chain.h"
-#include "no-copy.h"
-#include "ggml-backend.h"
+#include "ggml-cpp.h"
 
 namespace moeedge {
 
 enum pair_layout { LAYOUT_TOKEN, LAYOUT_PAIRS, LAYOUT_COLUMNS };
 
-struct subgraph : no_copy {
-    ggml_context * ctx   = nullptr;
-    ggml_cgraph *  graph = nullptr;
+// a graph of tensors that have no memory yet
+struct graph_memory {
+    ggml_context_ptr ctx;
+    ggml_cgraph *    graph;
+
+    explicit graph_memory(size_t n_tensors);
+};
+
+struct subgraph : graph_memory {
+    using graph_memory::graph_memory;
+
     ggml_tensor *  input = nullptr; // [n_in, n, 1], [n_in, 1, 1] where the pairs share it, or [n_in, 1, n] (layout pairs)
     ggml_tensor *  ids   = nullptr; // int32, n in all
     ggml_tensor *  out   = nullptr; // [n_out, *, *], a column per pair
@@ -39,8 +46,6 @@ struct subgraph : no_copy {
         int           table;
     };
     std::vector<table_use> uses;
-
-    ~subgraph();
 };
 
 // the tensors that replace a chain's tables; index as in expert_chain::tables
@@ -57,9 +62,9 @@ size_t chain_tensors_max(const expert_chain & chain);
 ggml_tensor * build_weighted_sum(ggml_context * ctx, ggml_cgraph * graph, ggml_tensor * columns, ggml_tensor * weights);
 // whether a device computes all of the graph's nodes
 bool supports_graph(ggml_backend_dev_t dev, ggml_cgraph * graph);
-// bytes of the tensors of `ctx` that have no memory yet in a buffer of that type, and their placement in such a buffer
-size_t needed_bytes(ggml_context * ctx, ggml_backend_buffer_type_t buft);
-bool   place_tensors(ggml_context * ctx, ggml_backend_buffer_t buffer);
+// Gives the tensors of `ctx` that have no memory yet their addresses, in a larger buffer of that type if need be: `drop` forgets
+// what is in the old one. False: memory is short
+bool place_tensors(ggml_context * ctx, ggml_backend_buffer_ptr & buffer, ggml_backend_buffer_type_t buft, const std::function<void()> & drop);
 
 class subgraph_set {
   public:
@@ -68,23 +73,19 @@ class subgraph_set {
 
     // for `dev`, with a buffer of `buft`
     subgraph_set(ggml_backend_dev_t dev, ggml_backend_buffer_type_t buft, runner run);
-    ~subgraph_set();
 
     // for n pairs; kept for later calls. Its table operands are set to `tables`, which may differ from call to call. Null
     // when memory is short or the device cannot compute it.
     subgraph * get(const expert_chain & chain, int64_t n_pairs, pair_layout layout, const table_list & tables);
 
-    size_t buffer_bytes() const;
-
   private:
     std::unique_ptr<subgraph> build(const expert_chain & chain, int64_t n_pairs, pair_layout layout, const table_list & tables);
     bool                      place(std::unique_ptr<subgraph> & sub);
-    bool                      try_place(subgraph & sub);
 
     ggml_backend_dev_t                                         dev;
     ggml_backend_buffer_type_t                                 buft;
     runner                                                     run;
-    ggml_backend_buffer_t                                      buffer = nullptr;
+    ggml_backend_buffer_ptr                                    buffer;
     std::unordered_map<std::string, std::unique_ptr<subgraph>> built; // null: not supported
     std::string                                                key; // scratch
 };
