@@ -17,10 +17,10 @@ void block_records::add(const moeedge_block_record & record) {
         sums.unique += record.unique_cpu + record.unique_device;
         sums.unique_hit += record.unique_device;
     }
-    sums.partition_ns += record.partition_ns;
-    sums.cpu_ns += record.cpu_ns;
-    sums.device_ns += record.device_ns;
-    sums.wait_ns += record.wait_ns;
+    sums.partition_s += (double) record.partition_ns * 1e-9;
+    sums.cpu_s += (double) record.cpu_ns * 1e-9;
+    sums.device_s += (double) record.device_ns * 1e-9;
+    sums.wait_s += (double) record.wait_ns * 1e-9;
     sums.wait_bytes += record.wait_bytes;
 }
 
@@ -39,19 +39,9 @@ int block_records::read(int64_t after, moeedge_block_record * out, int n_max) {
     return n;
 }
 
-void block_records::add_stats(moeedge_cache_stats & stats) {
+moeedge_cache_stats block_records::stats() {
     std::lock_guard<std::mutex> lock(mutex);
-    stats.blocks         = sums.blocks;
-    stats.blocks_unknown = sums.blocks_unknown;
-    stats.pairs          = sums.pairs;
-    stats.pairs_hit      = sums.pairs_hit;
-    stats.unique         = sums.unique;
-    stats.unique_hit     = sums.unique_hit;
-    stats.partition_s    = (double) sums.partition_ns * 1e-9;
-    stats.cpu_s          = (double) sums.cpu_ns * 1e-9;
-    stats.device_s       = (double) sums.device_ns * 1e-9;
-    stats.wait_s         = (double) sums.wait_ns * 1e-9;
-    stats.wait_bytes     = sums.wait_bytes;
+    return sums;
 }
 
 } // namespace moeedge

@@ -19,17 +19,13 @@ class block_records {
     void add_unknown();
 
     int  read(int64_t after, moeedge_block_record * out, int n_max);
-    void add_stats(moeedge_cache_stats & stats);
+    moeedge_cache_stats stats(); // of these, the others are 0
 
   private:
     std::mutex                        mutex; // the computing thread adds, others read
     std::vector<moeedge_block_record> ring = std::vector<moeedge_block_record>(n_kept);
     int64_t                           serial = 0;
-    struct {
-        int64_t blocks, blocks_unknown;
-        int64_t pairs, pairs_hit, unique, unique_hit;
-        int64_t partition_ns, cpu_ns, device_ns, wait_ns, wait_bytes;
-    } sums = {};
+    moeedge_cache_stats               sums   = {};
 };
 
 } // namespace moeedge

@@ -285,9 +285,8 @@ source_result expert_cache::copy_part(int layer, int role, int expert, size_t be
         const int priority = is_urgent ? residency_table::demand_priority : upload_priority;
         return core->loader->read_part(layer, role, expert, begin, size, priority, (char *) out);
     }
-    const int    group = group_of(layer);
-    const size_t each  = core->layout.groups[group].roles[role].bytes;
-    std::memcpy(out, (const char *) core->pools->tensor(group, role)->data + (size_t) slot * each + begin, size);
+    const size_t each = core->layout.slices[layer][role].bytes;
+    std::memcpy(out, (const char *) core->pools->tensor(group_of(layer), role)->data + (size_t) slot * each + begin, size);
     release(layer, &slot, 1);
     return SOURCE_READ;
 }
@@ -349,9 +348,8 @@ void expert_cache::get_groups(int32_t * layer_group, int32_t * capacity, int64_t
 }
 
 void expert_cache::get_stats(moeedge_cache_stats & out) {
-    out = {};
+    out = records.stats();
     core->table->add_stats(out);
-    records.add_stats(out);
     out.lost = is_lost();
 }
 
@@ -365,7 +363,7 @@ int expert_cache::limit(int n_slots) {
 int expert_cache::read(int layer, int expert, const char * role, void * out, int64_t size) {
     const int group = group_of(layer);
     const int index = group < 0 ? -1 : core->layout.role_index(group, role);
-    if (index < 0 || size != (int64_t) core->layout.groups[group].roles[index].bytes) {
+    if (index < 0 || size != (int64_t) core->layout.slices[layer][index].bytes) {
         return MOEEDGE_STATUS_BAD_ARGUMENT;
     }
     ggml_tensor * pool = core->pools->tensor(group, index);

@@ -41,9 +41,9 @@ static const char * fault_of(const moeedge_expert_tensor & t, const moeedge_cach
 }
 
 static named_slice read_tensor(const moeedge_expert_tensor & t) {
-    const ggml_type type = (ggml_type) t.type;
-    return { { role_of(t), type, t.ne0, t.ne1, ggml_row_size(type, t.ne0) * (size_t) t.ne1 },
-             { t.file, t.offset, t.stride } };
+    const ggml_type type  = (ggml_type) t.type;
+    const size_t    bytes = ggml_row_size(type, t.ne0) * (size_t) t.ne1;
+    return { { role_of(t), type, t.ne0, t.ne1, bytes }, { t.file, t.offset, t.stride, bytes } };
 }
 
 bool expert_role::is_matrix() const {

@@ -38,6 +38,9 @@ struct expert_slice {
     int     file;
     int64_t offset; // of expert 0
     int64_t stride; // from one expert to the next
+    size_t  bytes;  // of one expert
+
+    int64_t of(int expert) const { return offset + expert * stride; }
 };
 
 struct expert_layout {

@@ -19,9 +19,8 @@ int64_t expert_loader::read(int layer, int expert, int slot, int priority, end_c
     std::vector<read_range> ranges;
     for (size_t r = 0; r < layout.slices[layer].size(); r++) {
         const expert_slice & slice = layout.slices[layer][r];
-        const size_t         bytes = layout.groups[group].roles[r].bytes;
         ggml_tensor *        pool  = pools.tensor(group, (int) r);
-        ranges.push_back({ slice.file, slice.offset + expert * slice.stride, bytes, (char *) pool->data + slot * bytes });
+        ranges.push_back({ slice.file, slice.of(expert), slice.bytes, (char *) pool->data + slot * slice.bytes });
     }
     return reader.enqueue(std::move(ranges), priority, [this, layer, expert, call = std::move(ended)](const read_end & end) {
         if (end.result == READ_FAILED) {
@@ -41,7 +40,7 @@ void expert_loader::hasten(int layer, int expert, int priority) {
 
 source_result expert_loader::read_part(int layer, int role, int expert, size_t begin, size_t size, int priority, char * out) {
     const expert_slice &    slice = layout.slices[layer][role];
-    std::vector<read_range> range = { { slice.file, slice.offset + expert * slice.stride + (int64_t) begin, size, out } };
+    std::vector<read_range> range = { { slice.file, slice.of(expert) + (int64_t) begin, size, out } };
     auto                    ended = std::make_shared<std::promise<read_end>>(); // it may be set while the waiting thread goes on
     std::future<read_end>   end   = ended->get_future();
     try {

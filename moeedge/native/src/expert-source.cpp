@@ -35,11 +35,13 @@ bool expert_source::open(const moeedge_cache_config & config, const expert_layou
         files.push_back(file);
         sizes.push_back(size_of(file));
     }
+    ranges.resize(files.size());
     for (int layer = 0; layer < of.n_layers; layer++) {
-        for (size_t r = 0; r < of.slices[layer].size(); r++) {
-            const expert_slice & slice = of.slices[layer][r];
-            const int64_t        bytes = (int64_t) of.groups[of.group_of[layer]].roles[r].bytes;
-            if (slice.offset + (of.n_experts - 1) * slice.stride + bytes > sizes[slice.file]) {
+        for (const expert_slice & slice : of.slices[layer]) {
+            file_range & range = ranges[slice.file];
+            range.begin        = std::min(range.begin, slice.offset);
+            range.end          = std::max(range.end, slice.of(of.n_experts - 1) + (int64_t) slice.bytes);
+            if (range.end > sizes[slice.file]) {
                 error = std::string(config.files[slice.file]) + " ends before the experts of layer " +
                         std::to_string(layer) + " do.";
                 return false;
@@ -64,7 +66,7 @@ bool expert_source::read(int layer, int role, int expert, size_t begin, size_t s
     if (!from) {
         return read_file(layer, role, expert, begin, size, out);
     }
-    const size_t each = layout->groups[layout->group_of[layer]].roles[role].bytes;
+    const size_t each = layout->slices[layer][role].bytes;
     char *       to   = (char *) out;
     while (size > 0) {
         const int           at     = expert + (int) (begin / each);
@@ -83,7 +85,7 @@ bool expert_source::read(int layer, int role, int expert, size_t begin, size_t s
 
 bool expert_source::read_file(int layer, int role, int expert, size_t begin, size_t size, void * out) const {
     const expert_slice & slice  = layout->slices[layer][role];
-    int64_t              offset = slice.offset + expert * slice.stride + (int64_t) begin;
+    int64_t              offset = slice.of(expert) + (int64_t) begin;
     char *               to     = (char *) out;
     while (size > 0) {
         const ssize_t n = pread(files[slice.file], to, size, offset);
@@ -109,29 +111,19 @@ void expert_source::pin(ggml_backend_reg_t driver) {
     if (pin_pages == nullptr || unregister == nullptr) {
         return;
     }
-    std::vector<int64_t> begins(files.size(), INT64_MAX), ends(files.size(), 0);
-    for (int layer = 0; layer < layout->n_layers; layer++) {
-        for (size_t r = 0; r < layout->slices[layer].size(); r++) {
-            const expert_slice & slice = layout->slices[layer][r];
-            const int64_t        bytes = (int64_t) layout->groups[layout->group_of[layer]].roles[r].bytes;
-            begins[slice.file]         = std::min(begins[slice.file], slice.offset);
-            ends[slice.file]           = std::max(ends[slice.file], slice.offset + (layout->n_experts - 1) * slice.stride + bytes);
-        }
-    }
     const int64_t page = sysconf(_SC_PAGESIZE);
-    ranges.resize(files.size());
     for (size_t i = 0; i < files.size(); i++) {
-        if (ends[i] == 0) {
+        file_range & range = ranges[i];
+        if (range.end == 0) {
             continue;
         }
-        const int64_t begin = begins[i] / page * page;
-        const size_t  size  = (size_t) (ends[i] - begin);
-        void *        data  = mmap(nullptr, size, PROT_READ, MAP_SHARED, files[i], begin);
-        if (data != MAP_FAILED && pin_pages(data, size)) {
-            ranges[i] = { (char *) data, begin, size };
+        range.begin = range.begin / page * page;
+        void * data = mmap(nullptr, range.size(), PROT_READ, MAP_SHARED, files[i], range.begin);
+        if (data != MAP_FAILED && pin_pages(data, range.size())) {
+            range.data = (char *) data;
         } else { // all or none
             if (data != MAP_FAILED) {
-                munmap(data, size);
+                munmap(data, range.size());
             }
             unpin();
             return;
@@ -140,39 +132,32 @@ void expert_source::pin(ggml_backend_reg_t driver) {
 }
 
 void expert_source::unpin() {
-    for (const pinned_range & range : ranges) {
+    for (file_range & range : ranges) {
         if (range.data) {
             unregister(range.data);
-            munmap(range.data, range.size);
+            munmap(range.data, range.size());
+            range.data = nullptr;
         }
     }
-    ranges.clear();
 }
 
 const char * expert_source::pinned(int layer, int role, int expert, size_t begin) const {
-    if (ranges.empty() || get_other()) {
-        return nullptr;
-    }
     const expert_slice & slice = layout->slices[layer][role];
-    return ranges[slice.file].data + (slice.offset - ranges[slice.file].begin) + expert * slice.stride + (int64_t) begin;
+    const file_range &   range = ranges[slice.file];
+    return range.data == nullptr || get_other() ? nullptr : range.data + (slice.of(expert) - range.begin) + begin;
 }
 
 int64_t expert_source::pinned_bytes() const {
     int64_t bytes = 0;
-    for (const pinned_range & range : ranges) {
-        bytes += (int64_t) range.size;
+    for (const file_range & range : ranges) {
+        bytes += range.data ? (int64_t) range.size() : 0;
     }
     return bytes;
 }
 
 bool expert_source::is_dense(int layer) const {
-    const expert_group & group = layout->groups[layout->group_of[layer]];
-    for (size_t r = 0; r < group.roles.size(); r++) {
-        if (layout->slices[layer][r].stride != (int64_t) group.roles[r].bytes) {
-            return false;
-        }
-    }
-    return true;
+    const std::vector<expert_slice> & slices = layout->slices[layer];
+    return std::all_of(slices.begin(), slices.end(), [](const expert_slice & slice) { return slice.stride == (int64_t) slice.bytes; });
 }
 
 void expert_source::announce(int layer, int expert) const {
@@ -180,11 +165,8 @@ void expert_source::announce(int layer, int expert) const {
         return;
     }
 #if defined(POSIX_FADV_WILLNEED)
-    const expert_group & group = layout->groups[layout->group_of[layer]];
-    for (size_t r = 0; r < group.roles.size(); r++) {
-        const expert_slice & slice = layout->slices[layer][r];
-        posix_fadvise(files[slice.file], slice.offset + expert * slice.stride, (off_t) group.roles[r].bytes,
-                      POSIX_FADV_WILLNEED);
+    for (const expert_slice & slice : layout->slices[layer]) {
+        posix_fadvise(files[slice.file], slice.of(expert), (off_t) slice.bytes, POSIX_FADV_WILLNEED);
     }
 #else
     (void) layer;

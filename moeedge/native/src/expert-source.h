@@ -58,12 +58,14 @@ class expert_source : no_copy {
     const expert_layout * layout = nullptr;
     std::vector<int>      files; // descriptors
 
-    struct pinned_range {
-        char *  data  = nullptr; // null: none of this file
-        int64_t begin = 0;       // in the file
-        size_t  size  = 0;
+    struct file_range {
+        int64_t begin = INT64_MAX;
+        int64_t end   = 0;
+        char *  data  = nullptr; // pinned
+
+        size_t size() const { return (size_t) (end - begin); }
     };
-    std::vector<pinned_range> ranges; // by file; empty: nothing is pinned
+    std::vector<file_range> ranges; // by file; what experts have of it
     void (*unregister)(void *) = nullptr;
 };
 

@@ -88,7 +88,7 @@ int64_t expert_uploader::send(int layer, int expert, int slot, int n) {
 // cuts the role's bytes into pieces, and sends each chunk that they fill
 bool expert_uploader::send_role(int layer, int role, int expert, int slot, int n) {
     const int     group = layout.group_of[layer];
-    const size_t  each  = layout.groups[group].roles[role].bytes;
+    const size_t  each  = layout.slices[layer][role].bytes;
     const size_t  bytes = each * n;
     ggml_tensor * pool  = is_staging ? pools.stage(group, role) : pools.tensor(group, role);
     const size_t  to    = slot * each;

@@ -37,14 +37,9 @@ static std::atomic<int> choice{ MOEEDGE_KERNEL_CHOICE_MEASURED };
 // a kernel's check
 struct kernel_check {
     std::once_flag once;
-    bool           is_equal = false;
+    moeedge_kernel found = {};
     bool           is_dense_single_equal = false, is_dense_few_equal = false, is_dense_many_equal = false;
-    double         single       = 0; // ggml's time over ours with rows from memory, one column per expert
-    double         several      = 0; // two columns
-    double         many         = 0; // n_timed_columns
-    double         dense_single = 0; // one column of a dense matrix
-    double         dense        = 0; // n_timed_dense_columns of one
-    dots_function  many_dots    = nullptr; // with ggml's bits for experts with many columns; null: neither of the kernel's has them
+    dots_function  many_dots = nullptr; // with ggml's bits for experts with many columns; null: neither of the kernel's has them
 };
 
 // whether a matrix is in this layout: ggml has one for its shape
@@ -244,26 +239,27 @@ static void run_check(const dot_kernel & kernel, kernel_check & check) {
             return;
         }
         if (n_tokens <= 2) {
-            (n_tokens == 1 ? check.single : check.several) = found.speed(kernel.few);
+            (n_tokens == 1 ? check.found.single_speed : check.found.several_speed) = found.speed(kernel.few);
         }
     }
-    check.is_equal              = true;
+    check.found.is_equal        = true;
     check.is_dense_single_equal = kernel.n_dense_few > 0 && has_bits(found, kernel.few, TALL, { 1 });
-    check.dense_single          = check.is_dense_single_equal ? found.speed(kernel.few) : 0;
+    check.found.dense_single_speed = check.is_dense_single_equal ? found.speed(kernel.few) : 0;
     check.is_dense_few_equal    = kernel.n_dense_few > 0;
     for (int64_t n_tokens = 2; n_tokens <= kernel.n_dense_few; n_tokens++) {
         check.is_dense_few_equal = check.is_dense_few_equal && has_bits(found, kernel.few, DENSE, { n_tokens });
     }
+    check.found.n_dense_max = check.is_dense_few_equal ? (int32_t) kernel.n_dense_few : 0;
     for (const dots_function dots : { kernel.many, kernel.few }) {
         // ggml's narrow tiles, wide ones, and all threads' rests
         if (dots && check.many_dots == nullptr && has_bits(found, dots, EXPERTS, { n_many_columns, 15, 16, 17, 41 })) {
-            check.many_dots = dots;
-            check.many      = found.set_batch(n_timed_columns) ? found.speed(dots) : 0;
+            check.many_dots        = dots;
+            check.found.many_speed = found.set_batch(n_timed_columns) ? found.speed(dots) : 0;
         }
     }
     if (kernel.dense && has_bits(found, kernel.dense, DENSE, { kernel.n_dense_many, 8, 15, 17, 33, 67 })) {
         check.is_dense_many_equal = true;
-        check.dense               = found.set_batch(n_timed_dense_columns, DENSE) ? found.speed(kernel.dense) : 0;
+        check.found.dense_speed   = found.set_batch(n_timed_dense_columns, DENSE) ? found.speed(kernel.dense) : 0;
     }
 }
 
@@ -281,33 +277,23 @@ bool may_replace() {
 static int read_kernels(moeedge_kernel * out, int n_max) {
     const std::vector<const dot_kernel *> & kernels = runnable_kernels();
     int                                     n       = 0;
-    const auto add = [&](const char * instructions, const char * layout, bool is_equal) { // whether there is room
-        if (n++ >= n_max) {
-            return false;
+    const auto add = [&](const char * instructions, const char * layout, const moeedge_kernel & found) {
+        if (n++ < n_max) {
+            out[n - 1] = found;
+            std::strncpy(out[n - 1].instructions, instructions, sizeof(out->instructions) - 1);
+            std::strncpy(out[n - 1].layout, layout, sizeof(out->layout) - 1);
         }
-        out[n - 1] = {};
-        std::strncpy(out[n - 1].instructions, instructions, sizeof(out->instructions) - 1);
-        std::strncpy(out[n - 1].layout, layout, sizeof(out->layout) - 1);
-        out[n - 1].is_equal = is_equal;
-        return true;
     };
     for (size_t i = 0; i < kernels.size(); i++) {
-        const kernel_check & check = checked(i);
-        if (!add(kernels[i]->instructions, kernels[i]->layout, check.is_equal)) {
-            continue;
-        }
-        out[i].single_speed       = check.single;
-        out[i].several_speed      = check.several;
-        out[i].many_speed         = check.many;
-        out[i].dense_single_speed = check.dense_single;
-        out[i].dense_speed        = check.dense;
-        out[i].n_dense_max        = check.is_dense_few_equal ? (int32_t) kernels[i]->n_dense_few : 0;
+        add(kernels[i]->instructions, kernels[i]->layout, checked(i).found);
     }
     for (size_t i = 0; i < runnable_sets().size(); i++) {
-        const double few = attention_speed(i, false), prompt = attention_speed(i, true);
-        if (runnable_sets()[i].attention.few && add(runnable_sets()[i].first->instructions, "attention", few > 0 || prompt > 0)) {
-            out[n - 1].several_speed = few;
-            out[n - 1].many_speed    = prompt;
+        if (runnable_sets()[i].attention.few) {
+            moeedge_kernel found = {};
+            found.several_speed  = attention_speed(i, false);
+            found.many_speed     = attention_speed(i, true);
+            found.is_equal       = found.several_speed > 0 || found.many_speed > 0;
+            add(runnable_sets()[i].first->instructions, "attention", found);
         }
     }
     return n;
@@ -338,14 +324,14 @@ static bool fits(const dot_kernel & kernel, const ggml_tensor * node) {
 }
 
 // the fastest that is known of ggml's code and the kernel for the node's columns per expert; 1: ggml's
-static double known_speed(const dot_kernel & kernel, const kernel_check & check, const ggml_tensor * node) {
+static double known_speed(const dot_kernel & kernel, const moeedge_kernel & check, const ggml_tensor * node) {
     if (node->op == GGML_OP_MUL_MAT) {
-        return node->src[1]->ne[1] == 1 ? check.dense_single : has_many_dense(kernel, node) ? check.dense : check.several;
+        return node->src[1]->ne[1] == 1 ? check.dense_single_speed : has_many_dense(kernel, node) ? check.dense_speed : check.several_speed;
     }
     if (ggml_nelements(node->src[2]) >= n_many_columns * node->src[0]->ne[2]) {
-        return check.many;
+        return check.many_speed;
     }
-    return node->src[2]->ne[1] == 1 ? check.single : check.several;
+    return node->src[2]->ne[1] == 1 ? check.single_speed : check.several_speed;
 }
 
 bool is_allowed(const char * instructions) {
@@ -378,7 +364,7 @@ chosen_dots choose_dots(const ggml_tensor * node) {
         const kernel_check & check    = checked(i);
         const bool           is_many  = is_dense && has_many_dense(kernel, node);
         const bool           is_one   = is_dense && node->src[1]->ne[1] == 1;
-        const bool           is_equal = !is_dense ? check.is_equal
+        const bool           is_equal = !is_dense ? check.found.is_equal != 0
                                         : is_one  ? check.is_dense_single_equal
                                         : is_many ? check.is_dense_many_equal
                                                   : check.is_dense_few_equal;
@@ -389,7 +375,7 @@ chosen_dots choose_dots(const ggml_tensor * node) {
         if (chosen != MOEEDGE_KERNEL_CHOICE_MEASURED) {
             return found;
         }
-        const double own_speed = known_speed(kernel, check, node);
+        const double own_speed = known_speed(kernel, check.found, node);
         if (own_speed > speed) {
             fastest = found;
             speed   = own_speed;

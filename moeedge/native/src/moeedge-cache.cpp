@@ -177,16 +177,10 @@ int moeedge_cache_read_ahead(int64_t id, int layer, const int32_t * experts, int
 }
 
 int moeedge_cache_set_batch(int64_t id, int n_experts) {
-    return with_cache(
-        id,
-        [&](expert_cache & cache) -> int {
-            if (n_experts < 0) {
-                return MOEEDGE_STATUS_BAD_ARGUMENT;
-            }
-            cache.set_batch(n_experts);
-            return MOEEDGE_STATUS_OK;
-        },
-        "The number of experts per transfer is negative.");
+    if (n_experts < 0) {
+        return fail(MOEEDGE_STATUS_BAD_ARGUMENT, "The number of experts per transfer is negative.");
+    }
+    return with_cache(id, [&](expert_cache & cache) { cache.set_batch(n_experts); });
 }
 
 int moeedge_cache_residency(int64_t id, uint8_t * out) {
@@ -210,30 +204,20 @@ int moeedge_cache_clear(int64_t id, double timeout_s) {
 }
 
 int moeedge_cache_set_prefill(int64_t id, int path, int n_tokens_min) {
-    return with_cache(
-        id,
-        [&](expert_cache & cache) -> int {
-            if (path < MOEEDGE_PREFILL_PATH_CPU || path > MOEEDGE_PREFILL_PATH_STREAM || n_tokens_min < 1) {
-                return MOEEDGE_STATUS_BAD_ARGUMENT;
-            }
-            cache.prefill_path.store(path);
-            cache.prefill_tokens_min.store(n_tokens_min);
-            return MOEEDGE_STATUS_OK;
-        },
-        "Unknown prefill path, or fewer than one token.");
+    if (path < MOEEDGE_PREFILL_PATH_CPU || path > MOEEDGE_PREFILL_PATH_STREAM || n_tokens_min < 1) {
+        return fail(MOEEDGE_STATUS_BAD_ARGUMENT, "Unknown prefill path, or fewer than one token.");
+    }
+    return with_cache(id, [&](expert_cache & cache) {
+        cache.prefill_path.store(path);
+        cache.prefill_tokens_min.store(n_tokens_min);
+    });
 }
 
 int moeedge_cache_set_readers(int64_t id, int n_threads, int64_t piece_bytes) {
-    return with_cache(
-        id,
-        [&](expert_cache & cache) -> int {
-            if (n_threads < 1 || piece_bytes < 0) {
-                return MOEEDGE_STATUS_BAD_ARGUMENT;
-            }
-            cache.set_readers(n_threads, piece_bytes);
-            return MOEEDGE_STATUS_OK;
-        },
-        "Fewer than one thread reads the model's file, or less than one byte.");
+    if (n_threads < 1 || piece_bytes < 0) {
+        return fail(MOEEDGE_STATUS_BAD_ARGUMENT, "Fewer than one thread reads the model's file, or less than one byte.");
+    }
+    return with_cache(id, [&](expert_cache & cache) { cache.set_readers(n_threads, piece_bytes); });
 }
 
 int moeedge_cache_set_ram(int64_t id, int64_t ram_id) {
@@ -261,16 +245,10 @@ int moeedge_cache_set_timing(int64_t id, int on) {
 }
 
 int moeedge_cache_set_device_path(int64_t id, int path) {
-    return with_cache(
-        id,
-        [&](expert_cache & cache) -> int {
-            if (path < MOEEDGE_DEVICE_PATH_PAIRS || path > MOEEDGE_DEVICE_PATH_AHEAD) {
-                return MOEEDGE_STATUS_BAD_ARGUMENT;
-            }
-            cache.device_path.store(path);
-            return MOEEDGE_STATUS_OK;
-        },
-        "Unknown device path.");
+    if (path < MOEEDGE_DEVICE_PATH_PAIRS || path > MOEEDGE_DEVICE_PATH_AHEAD) {
+        return fail(MOEEDGE_STATUS_BAD_ARGUMENT, "Unknown device path.");
+    }
+    return with_cache(id, [&](expert_cache & cache) { cache.device_path.store(path); });
 }
 
 int moeedge_cache_acquire(int64_t id, int layer, const int32_t * experts, int n, int32_t * slots) {

@@ -19,7 +19,7 @@ take_result residency_table::take(std::vector<upload> & out, int n_max, bool may
         if (group_state * group = next_group()) {
             out.push_back(start(*group));
             const int layer = out.front().id.layer;
-            while ((int) out.size() < n_max && skip_to_absent(*group) && layer_of(group->queue[group->head].flat_id) == layer &&
+            while ((int) out.size() < n_max && skip_to_absent(*group) && layer_of(group->queue.front().flat_id) == layer &&
                    find_room(*group)) {
                 out.push_back(start(*group));
             }
@@ -44,7 +44,7 @@ take_result residency_table::take_one(std::vector<upload> & out, std::vector<exp
     while (!is_stopped) {
         hastened.swap(to_hasten);
         group_state * group = next_group();
-        if (group && (n_in_flight < n_in_flight_max || group->queue[group->head].priority == demand_priority)) {
+        if (group && (n_in_flight < n_in_flight_max || group->queue.front().priority == demand_priority)) {
             out.push_back(start(*group));
             counts.transfers++;
         }
@@ -84,9 +84,9 @@ residency_table::group_state * residency_table::next_group() {
         if (!skip_to_absent(group) || !find_room(group)) {
             continue;
         }
-        const queued & mine = group.queue[group.head];
-        if (best == nullptr || mine.priority > best->queue[best->head].priority ||
-            (mine.priority == best->queue[best->head].priority && mine.flat_id < best->queue[best->head].flat_id)) {
+        const queued & mine = group.queue.front();
+        if (best == nullptr || mine.priority > best->queue.front().priority ||
+            (mine.priority == best->queue.front().priority && mine.flat_id < best->queue.front().flat_id)) {
             best = &group;
         }
     }
@@ -94,14 +94,14 @@ residency_table::group_state * residency_table::next_group() {
 }
 
 bool residency_table::skip_to_absent(group_state & group) {
-    for (; group.head < group.queue.size(); group.head++) {
-        const queued & first   = group.queue[group.head];
+    for (; !group.queue.empty(); group.queue.pop_front()) {
+        const queued & first   = group.queue.front();
         const bool     is_late = first.priority == ahead_priority && !is_kept(first.flat_id);
         if (state[first.flat_id] == MOEEDGE_RESIDENCY_ABSENT && !is_late) {
             break;
         }
     }
-    return group.head < group.queue.size();
+    return !group.queue.empty();
 }
 
 // whether there is a free slot, or a victim at the heap's front that can be evicted
@@ -109,7 +109,7 @@ bool residency_table::find_room(group_state & group) {
     if (!group.free.empty()) {
         return true;
     }
-    const queued & first = group.queue[group.head];
+    const queued & first = group.queue.front();
     if (awaited[first.flat_id] || first.priority == ahead_priority) {
         return find_least_useful(group, awaited[first.flat_id] != 0);
     }
@@ -161,13 +161,13 @@ upload residency_table::start(group_state & group) {
         group.victims.pop_back();
         evict(group, flat_id);
     }
-    const size_t  i_read_ahead = group.head + n_uploads_read_ahead;
-    const uint8_t priority     = group.queue[group.head].priority;
-    const int32_t flat_id      = group.queue[group.head++].flat_id;
+    const uint8_t priority = group.queue.front().priority;
+    const int32_t flat_id  = group.queue.front().flat_id;
     upload        out = { id_of(flat_id), group.free.back(), group.expert_bytes, ready_ns, { -1, -1 }, priority };
-    if (i_read_ahead < group.queue.size()) {
-        out.read_ahead = id_of(group.queue[i_read_ahead].flat_id);
+    if (n_uploads_read_ahead < group.queue.size()) {
+        out.read_ahead = id_of(group.queue[n_uploads_read_ahead].flat_id);
     }
+    group.queue.pop_front();
     group.free.pop_back();
     state[flat_id]    = MOEEDGE_RESIDENCY_IN_FLIGHT;
     slot[flat_id]     = out.slot;

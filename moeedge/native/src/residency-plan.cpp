@@ -57,7 +57,7 @@ bool residency_table::sort_plan(const int32_t * uploads, const uint8_t * priorit
         return std::make_tuple(-a.priority, layer_of(a.flat_id), a.rank) < std::make_tuple(-b.priority, layer_of(b.flat_id), b.rank);
     };
     for (size_t g = 0; g < groups.size(); g++) {
-        std::vector<queued> & queue = out.queues[g];
+        std::deque<queued> & queue = out.queues[g];
         if (!std::is_sorted(queue.begin(), queue.end(), comes_first)) { // policies give it sorted
             std::sort(queue.begin(), queue.end(), comes_first);
         }
@@ -136,8 +136,6 @@ int residency_table::demand(int layer, const int32_t * experts, int n, const vic
             to_hasten.push_back(id_of(flat_id));
         }
     }
-    group.queue.erase(group.queue.begin(), group.queue.begin() + (ptrdiff_t) group.head);
-    group.head = 0;
     group.queue.insert(group.queue.begin(), absent.begin(), absent.end());
     mark_work();
     work.notify_one();
@@ -153,12 +151,11 @@ int residency_table::demand(int layer, const int32_t * experts, int n, const vic
 }
 
 // takes over into the front of a new queue what someone waits for
-void residency_table::keep_demanded(group_state & group, std::vector<queued> & next) {
+void residency_table::keep_demanded(group_state & group, std::deque<queued> & next) {
     std::vector<queued> demanded;
-    for (; group.head < group.queue.size() && group.queue[group.head].priority == demand_priority; group.head++) {
-        const int32_t flat_id = group.queue[group.head].flat_id;
-        if (n_demands > 0 || awaited[flat_id]) {
-            demanded.push_back(group.queue[group.head]);
+    for (; !group.queue.empty() && group.queue.front().priority == demand_priority; group.queue.pop_front()) {
+        if (n_demands > 0 || awaited[group.queue.front().flat_id]) {
+            demanded.push_back(group.queue.front());
         }
     }
     next.insert(next.begin(), demanded.begin(), demanded.end());
@@ -166,19 +163,17 @@ void residency_table::keep_demanded(group_state & group, std::vector<queued> & n
 
 // drops the queue; counts the uploads that the current plan does not ask for again
 void residency_table::cancel_queue(group_state & group) {
-    for (; group.head < group.queue.size(); group.head++) {
-        const int32_t flat_id = group.queue[group.head].flat_id;
-        counts.cancelled += state[flat_id] == MOEEDGE_RESIDENCY_ABSENT && asked[flat_id] != n_plans;
+    for (const queued & each : group.queue) {
+        counts.cancelled += state[each.flat_id] == MOEEDGE_RESIDENCY_ABSENT && asked[each.flat_id] != n_plans;
     }
     group.queue.clear();
-    group.head = 0;
 }
 
 // no transfer is under way, and none begins before the next plan
 bool residency_table::is_idle() const {
     bool is_waiting = false; // for pinned slots
     for (const group_state & group : groups) {
-        is_waiting |= !group.deferred.empty() && group.head < group.queue.size();
+        is_waiting |= !group.deferred.empty() && !group.queue.empty();
     }
     return is_mover_idle && n_in_flight == 0 && !is_waiting;
 }
@@ -194,7 +189,7 @@ int residency_table::clear(double timeout_s) {
     std::unique_lock<std::mutex> lock(mutex);
     n_plans++;
     for (group_state & group : groups) {
-        std::vector<queued> kept;
+        std::deque<queued> kept;
         keep_demanded(group, kept);
         cancel_queue(group);
         group.queue.swap(kept);

@@ -32,10 +32,10 @@ residency_table::residency_table(const expert_layout & layout, const std::vector
 
 // computing side
 
-int residency_table::acquire(int layer, const int32_t * experts, int n, int32_t * slots) {
-    std::lock_guard<std::mutex> lock(mutex);
-    group_state &               group   = groups[group_of[layer]];
-    int                         n_found = 0;
+// with the mutex, see acquire
+int residency_table::pin_resident(int layer, const int32_t * experts, int n, int32_t * slots) {
+    group_state & group   = groups[group_of[layer]];
+    int           n_found = 0;
     for (int i = 0; i < n; i++) {
         const size_t flat_id = (size_t) layer * n_experts + experts[i];
         if (is_stopped || (uint32_t) experts[i] >= (uint32_t) n_experts || state[flat_id] != MOEEDGE_RESIDENCY_RESIDENT) {
@@ -50,6 +50,11 @@ int residency_table::acquire(int layer, const int32_t * experts, int n, int32_t 
     return n_found;
 }
 
+int residency_table::acquire(int layer, const int32_t * experts, int n, int32_t * slots) {
+    std::lock_guard<std::mutex> lock(mutex);
+    return pin_resident(layer, experts, n, slots);
+}
+
 void residency_table::want(int layer, const int32_t * experts, int n, const float * shares) {
     {
         std::lock_guard<std::mutex> lock(mutex);
@@ -58,8 +63,6 @@ void residency_table::want(int layer, const int32_t * experts, int n, const floa
         n_wants++;
         wanted_layer = layer;
         is_scan      = shares != nullptr;
-        group.queue.erase(group.queue.begin(), group.queue.begin() + (ptrdiff_t) group.head);
-        group.head = 0;
         for (int i = n - 1; i >= 0; i--) {
             const int32_t flat_id = layer * n_experts + experts[i];
             awaited[flat_id]       = 1;
@@ -68,7 +71,7 @@ void residency_table::want(int layer, const int32_t * experts, int n, const floa
             counts.ahead_used += is_ahead[flat_id];
             is_ahead[flat_id] = 0;
             if (state[flat_id] == MOEEDGE_RESIDENCY_ABSENT) {
-                group.queue.insert(group.queue.begin(), { flat_id, demand_priority });
+                group.queue.push_front({ flat_id, demand_priority });
             } else if (state[flat_id] == MOEEDGE_RESIDENCY_IN_FLIGHT) {
                 to_hasten.push_back(id_of(flat_id));
             }
@@ -95,8 +98,7 @@ void residency_table::read_ahead(int layer, const int32_t * experts, int n) {
             turn++;
         }
         const auto is_after = [](const queued & q) { return q.priority < ahead_priority; };
-        const auto begin    = group.queue.begin() + (ptrdiff_t) group.head;
-        auto       place    = std::find_if(begin, group.queue.end(), is_after) - group.queue.begin();
+        auto       place    = std::find_if(group.queue.begin(), group.queue.end(), is_after) - group.queue.begin();
         for (int i = 0; i < n; i++) {
             const int32_t flat_id = layer * n_experts + experts[i];
             kept_until[flat_id]   = turn;
@@ -128,20 +130,7 @@ int residency_table::await(int layer, const int32_t * experts, int n, int32_t * 
         }
     }
     n_demands--;
-    if (is_unloadable || is_stopped) {
-        return is_unloadable ? 0 : await_closed;
-    }
-    group_state & group   = groups[group_of[layer]];
-    int           n_found = 0;
-    for (int i = 0; i < n; i++) {
-        slots[i] = is_resident(experts[i]) ? slot[(size_t) layer * n_experts + experts[i]] : no_slot;
-        if (slots[i] != no_slot) {
-            group.pins[slots[i]]++;
-            n_found++;
-        }
-    }
-    n_pins += n_found;
-    return n_found;
+    return is_unloadable ? 0 : is_stopped ? await_closed : pin_resident(layer, experts, n, slots);
 }
 
 void residency_table::forget(int layer, const int32_t * experts, int n) {
@@ -157,7 +146,7 @@ void residency_table::forget(int layer, const int32_t * experts, int n) {
         }
         const auto is_later     = [](const queued & q) { return q.priority < demand_priority; };
         const auto is_forgotten = [&](const queued & q) { return layer_of(q.flat_id) == layer && !awaited[q.flat_id]; };
-        const auto begin        = group.queue.begin() + (ptrdiff_t) group.head;
+        const auto begin        = group.queue.begin();
         const auto end          = std::find_if(begin, group.queue.end(), is_later);
         group.queue.erase(std::remove_if(begin, end, is_forgotten), end);
         mark_work(); // an expert may go now that could not before
@@ -180,7 +169,7 @@ void residency_table::release(int layer, const int32_t * slots, int n) {
             restore_deferred(group, slots[i]);
         }
         leave_beyond(group, slots[i]);
-        if (group.head < group.queue.size() && awaited[group.queue[group.head].flat_id]) {
+        if (!group.queue.empty() && awaited[group.queue.front().flat_id]) {
             mark_work(); // the slot may be the only one that a wanted expert can get
             work.notify_one();
         }
@@ -252,7 +241,7 @@ void residency_table::add_stats(moeedge_cache_stats & stats) {
     stats.in_flight   = n_in_flight;
     stats.pinned      = n_pins;
     for (const group_state & group : groups) {
-        stats.queued += (int64_t) (group.queue.size() - group.head);
+        stats.queued += (int64_t) group.queue.size();
     }
 }
 

@@ -13,6 +13,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <mutex>
 #include <utility>
@@ -145,13 +146,12 @@ class residency_table {
         std::vector<int32_t> owner;    // [n_slots] flat index, -1: free or in flight
         std::vector<int32_t> pins;     // [n_slots]
         std::vector<int32_t> free;     // slots, the next one last
-        std::vector<queued>  queue;    // from `head` on
-        size_t               head = 0;
+        std::deque<queued>   queue;
         std::vector<victim>  victims;  // heap
         std::vector<victim>  deferred; // victims that were passed over because they are pinned
     };
     struct new_plan {
-        std::vector<std::vector<queued>> queues;  // [n_groups]
+        std::vector<std::deque<queued>>  queues;  // [n_groups]
         std::vector<std::vector<victim>> victims; // [n_groups]
     };
 
@@ -160,8 +160,9 @@ class residency_table {
     int       flat_id_of(int layer, int expert) const; // -1: that expert does not exist
     bool      sort_plan(const int32_t * uploads, const uint8_t * priority, int n_uploads, const victim_list & victims,
                         new_plan & out);
-    void      keep_demanded(group_state & group, std::vector<queued> & next);
+    void      keep_demanded(group_state & group, std::deque<queued> & next);
     void      cancel_queue(group_state & group);
+    int       pin_resident(int layer, const int32_t * experts, int n, int32_t * slots);
     void      mark_work();
     // whether it is awaited, or read ahead for a layer whose turn comes
     bool      is_kept(int32_t flat_id) const { return awaited[flat_id] || n_wants < kept_until[flat_id]; }
