@@ -153,26 +153,15 @@ void attention_node::compute(int ith, int nth) {
 // checks
 
 // a batch of a check: heads that share keys, a window of them, some masks that are neither 0 nor infinite, sinks about the largest scores
-struct attention_case {
+struct attention_case : kernel_case {
     static constexpr int64_t n_key = 128, n_heads = 4;
 
-    ggml_backend_ptr   cpu;
     ggml_context_ptr   ctx;
-    ggml_tensor *      node  = nullptr;
-    ggml_cgraph *      graph = nullptr;
     std::vector<float> parts;
     const int          n_threads;
-    check_values       random;
 
     attention_case(int64_t n_tokens, int64_t n_kv, int threads = 1, ggml_type type = GGML_TYPE_F16, bool has_mask = true, int64_t n_value = 128) :
-        n_threads(threads) {
-        ggml_backend_dev_t dev = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
-        cpu.reset(dev ? ggml_backend_dev_init(dev, nullptr) : nullptr);
-        ctx.reset(ggml_init({ 4 << 20, nullptr, false }));
-        if (!cpu || !ctx) {
-            return;
-        }
-        set_n_threads(cpu.get(), n_threads);
+        kernel_case(threads), ctx(ggml_init({ 4 << 20, nullptr, false })), n_threads(threads) {
         ggml_context * in    = ctx.get();
         ggml_tensor *  q     = ggml_new_tensor_3d(in, GGML_TYPE_F32, n_key, n_tokens, n_heads);
         ggml_tensor *  k     = ggml_new_tensor_3d(in, type, n_key, n_kv, 1);
@@ -203,29 +192,18 @@ struct attention_case {
         }
     }
 
-    // without memory for its work ggml's backend has a dangling pointer: it is not freed then
-    bool compute_theirs() try {
-        return graph && cpu && ggml_backend_graph_compute(cpu.get(), graph) == GGML_STATUS_SUCCESS;
-    } catch (const std::bad_alloc &) {
-        (void) cpu.release();
-        return false;
+    ggml_status compute(const attention_kernels & ours) {
+        attention_node(node, ours, parts, n_threads).compute(0, n_threads);
+        return GGML_STATUS_SUCCESS;
     }
 
-    void compute_ours(const attention_kernels & ours) { attention_node(node, ours, parts, n_threads).compute(0, n_threads); }
-
     bool is_equal(const attention_kernels & ours) {
-        if (!compute_theirs()) {
-            return false;
-        }
-        const std::vector<char> theirs((const char *) node->data, (const char *) node->data + ggml_nbytes(node));
-        std::memset(node->data, 0xff, theirs.size());
-        compute_ours(ours);
-        return std::memcmp(theirs.data(), node->data, theirs.size()) == 0;
+        return is_equal_to([&] { return compute(ours); });
     }
 
     // ggml's time over ours; 0: other bits
     double checked_speed(const attention_kernels & ours) {
-        return is_equal(ours) ? speed_of(3, [] {}, [&] { (void) compute_theirs(); }, [&] { compute_ours(ours); }) : 0;
+        return is_equal(ours) ? speed_of(3, [] {}, [&] { run_theirs(); }, [&] { compute(ours); }) : 0;
     }
 };
 

@@ -350,7 +350,8 @@ void expert_matmuls::replace_nodes(const ggml_cgraph * graph, const chosen_dots 
     }
 }
 
-enum ggml_status expert_matmuls::compute_replaced(ggml_backend_t cpu, ggml_cgraph * graph, const chosen_dots * only) {
+enum ggml_status expert_matmuls::compute(ggml_backend_t cpu, ggml_cgraph * graph, const routing_reads * of, const chosen_dots * only) {
+    reads = of;
     inputs.clear();
     groups.clear();
     sums.clear();
@@ -372,16 +373,6 @@ enum ggml_status expert_matmuls::compute_replaced(ggml_backend_t cpu, ggml_cgrap
     const enum ggml_status status = ggml_backend_graph_compute(cpu, &replaced);
     n_runs.load(std::memory_order_acquire);
     return status;
-}
-
-enum ggml_status expert_matmuls::compute(ggml_backend_t cpu, ggml_cgraph * graph, const routing_reads * of) {
-    reads = of;
-    return compute_replaced(cpu, graph, nullptr);
-}
-
-enum ggml_status expert_matmuls::compute_with(ggml_backend_t cpu, ggml_cgraph * graph, const chosen_dots & dots) {
-    reads = nullptr;
-    return compute_replaced(cpu, graph, &dots);
 }
 
 } // namespace moeedge

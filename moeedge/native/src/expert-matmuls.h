@@ -36,13 +36,11 @@ struct routing_reads {
 
 class expert_matmuls : no_copy {
   public:
-
     void set_n_threads(int n) { n_threads = n; }
 
-    // computes the graph on a CPU backend, with the kernels that kernel-choice.h allows; reads: null: nothing is read
-    enum ggml_status compute(ggml_backend_t cpu, ggml_cgraph * graph, const routing_reads * reads = nullptr);
-    // the same with these for all matmuls
-    enum ggml_status compute_with(ggml_backend_t cpu, ggml_cgraph * graph, const chosen_dots & dots);
+    // Computes the graph on a CPU backend. reads: null: nothing is read; only: these for all matmuls, null: the kernels that
+    // kernel-choice.h allows
+    enum ggml_status compute(ggml_backend_t cpu, ggml_cgraph * graph, const routing_reads * reads = nullptr, const chosen_dots * only = nullptr);
 
   private:
     // the input of one or more matmuls in a row; the threads of the first one write it
@@ -93,7 +91,6 @@ class expert_matmuls : no_copy {
         void compute_unit(int32_t expert, int64_t r_begin, int64_t r_end) const;
     };
 
-    enum ggml_status compute_replaced(ggml_backend_t cpu, ggml_cgraph * graph, const chosen_dots * only);
     void             replace_nodes(const ggml_cgraph * graph, const chosen_dots * only);
     void             add_node(const ggml_tensor * like, ggml_custom_op_t run, void * data);
     int              add_matmul(const ggml_cgraph * graph, int i, const chosen_dots * only, const moe_block * read);

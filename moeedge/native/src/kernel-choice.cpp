@@ -103,17 +103,17 @@ class quiet_log : no_copy {
 enum check_matrix { EXPERTS, DENSE, TALL };
 
 // MUL_MAT_ID of some tokens that use both experts, on one thread of a CPU backend of its own
-class check_case {
+class check_case : kernel_case {
   public:
-    explicit check_case(const dot_kernel & dots) : kernel(dots) {
-        dev = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
-        cpu.reset(dev ? ggml_backend_dev_init(dev, nullptr) : nullptr);
-        matrix_ctx.reset(ggml_init({ 4 * ggml_tensor_overhead(), nullptr, true }));
-        ggml_backend_buffer_type_t buft = kernel.is_repacked ? extra_buffer_type(dev, repacked_name) : ggml_backend_cpu_buffer_type();
-        if (!cpu || !matrix_ctx || buft == nullptr) {
+    explicit check_case(const dot_kernel & dots) : kernel_case(1), kernel(dots) {
+        if (!cpu) {
             return;
         }
-        set_n_threads(cpu.get(), 1);
+        matrix_ctx.reset(ggml_init({ 4 * ggml_tensor_overhead(), nullptr, true }));
+        ggml_backend_buffer_type_t buft = kernel.is_repacked ? extra_buffer_type(ggml_backend_get_device(cpu.get()), repacked_name) : ggml_backend_cpu_buffer_type();
+        if (!matrix_ctx || buft == nullptr) {
+            return;
+        }
         matrices[EXPERTS] = ggml_new_tensor_3d(matrix_ctx.get(), kernel.type, n_in, n_rows, n_experts);
         matrices[DENSE]   = ggml_new_tensor_2d(matrix_ctx.get(), kernel.type, n_in, n_rows);
         matrices[TALL]    = ggml_new_tensor_2d(matrix_ctx.get(), kernel.type, n_in, n_tall_rows);
@@ -135,14 +135,14 @@ class check_case {
         if (with != EXPERTS) {
             x   = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, n_in, n_tokens);
             ids = nullptr;
-            out = ggml_mul_mat(ctx.get(), matrix, x);
+            node = ggml_mul_mat(ctx.get(), matrix, x);
         } else {
             x   = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F32, n_in, 1, n_tokens);
             ids = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_I32, n_experts, n_tokens);
-            out = ggml_mul_mat_id(ctx.get(), matrix, x, ids);
+            node = ggml_mul_mat_id(ctx.get(), matrix, x, ids);
         }
         graph = ggml_new_graph_custom(ctx.get(), 8, false);
-        ggml_build_forward_expand(graph, out);
+        ggml_build_forward_expand(graph, node);
         buffer.reset(ggml_backend_alloc_ctx_tensors_from_buft(ctx.get(), ggml_backend_cpu_buffer_type()));
         if (!buffer) {
             return false;
@@ -155,18 +155,13 @@ class check_case {
     bool is_ready() const { return is_complete; }
 
     bool is_equal(dots_function dots) {
-        std::vector<char> theirs(ggml_nbytes(out));
-        if (!run(nullptr)) {
-            return false;
-        }
-        std::memcpy(theirs.data(), out->data, theirs.size());
-        std::memset(out->data, 0xff, theirs.size());
-        return run(dots) && std::memcmp(theirs.data(), out->data, theirs.size()) == 0;
+        return is_equal_to([&] { return compute(dots); });
     }
 
     // ggml's time over ours, with rows from memory
     double speed(dots_function dots) {
-        return speed_of(n_timings, [&] { drop_from_caches(matrix->data, ggml_nbytes(matrix)); }, [&] { run(nullptr); }, [&] { run(dots); });
+        return speed_of(n_timings, [&] { drop_from_caches(matrix->data, ggml_nbytes(matrix)); }, [&] { run_theirs(); },
+                        [&] { run([&] { return compute(dots); }); });
     }
 
   private:
@@ -199,29 +194,18 @@ class check_case {
         }
     }
 
-    // null: ggml's. Without memory for its work ggml's backend has a dangling pointer: it is not freed then
-    bool run(dots_function dots) try {
-        if (!cpu) {
-            return false;
-        }
-        const ggml_status status = dots ? ours.compute_with(cpu.get(), graph, { &kernel, kernel.few, dots }) : ggml_backend_graph_compute(cpu.get(), graph);
-        return status == GGML_STATUS_SUCCESS;
-    } catch (const std::bad_alloc &) {
-        (void) cpu.release();
-        return false;
+    ggml_status compute(dots_function dots) {
+        const chosen_dots only = { &kernel, kernel.few, dots };
+        return ours.compute(cpu.get(), graph, nullptr, &only);
     }
 
-    const dot_kernel &       kernel;
-    ggml_backend_dev_t       dev = nullptr;
-    ggml_backend_ptr         cpu;
-    ggml_context_ptr         ctx, matrix_ctx;
-    ggml_backend_buffer_ptr  buffer, matrix_buffer;
-    ggml_tensor *            matrices[TALL + 1] = {};
-    ggml_tensor *                                              matrix = nullptr, *x = nullptr, *ids = nullptr, *out = nullptr;
-    ggml_cgraph *                                              graph       = nullptr;
-    bool                                                       is_complete = false;
-    expert_matmuls                                             ours;
-    check_values                                               random;
+    const dot_kernel &      kernel;
+    ggml_context_ptr        ctx, matrix_ctx;
+    ggml_backend_buffer_ptr buffer, matrix_buffer;
+    ggml_tensor *           matrices[TALL + 1] = {};
+    ggml_tensor *           matrix = nullptr, *x = nullptr, *ids = nullptr;
+    bool                    is_complete = false;
+    expert_matmuls          ours;
 };
 
 // whether the dots have ggml's bits for each of these numbers of columns
