@@ -11,7 +11,6 @@
 #include <unordered_map>
 #include <vector>
 
-#include "activation-capture.h"
 #include "expert-cache.h"
 #include "expert-matmuls.h"
 #include "ggml-backend-impl.h"

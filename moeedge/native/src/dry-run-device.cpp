@@ -54,7 +54,7 @@ static const ggml_backend_buffer_i buffer_i = [] { // members by name: their num
 
 // buffer types
 
-static const char * buft_get_name(ggml_backend_buffer_type_t) {
+template <typename T> static const char * get_name(T) {
     return "DRY_RUN";
 }
 
@@ -95,7 +95,7 @@ static ggml_backend_buffer_type make_buffer_type(const char * (*get_name)(ggml_b
 
 static ggml_backend_buffer_type * buffer_type() {
     static ggml_backend_buffer_type type = [] {
-        ggml_backend_buffer_type made = make_buffer_type(buft_get_name, buft_get_alignment);
+        ggml_backend_buffer_type made = make_buffer_type(get_name, buft_get_alignment);
         made.iface.get_alloc_size     = buft_get_alloc_size;
         return made;
     }();
@@ -112,10 +112,6 @@ static ggml_backend_buffer_type * host_buffer_type() {
 }
 
 // backend
-
-static const char * backend_get_name(ggml_backend_t) {
-    return "DRY_RUN";
-}
 
 static void backend_free(ggml_backend_t backend) {
     delete backend;
@@ -165,7 +161,7 @@ static ggml_backend_t device_init_backend(ggml_backend_dev_t dev, const char *) 
         return nullptr;
     }
     backend->guid                = backend_guid();
-    backend->iface.get_name      = backend_get_name;
+    backend->iface.get_name      = get_name;
     backend->iface.free          = backend_free;
     backend->iface.graph_compute = backend_graph_compute;
     backend->device              = dev;
@@ -221,10 +217,6 @@ static const ggml_backend_device_i device_i = [] {
 
 // registry: llama.cpp asks a device for its registry; this one is never registered
 
-static const char * reg_get_name(ggml_backend_reg_t) {
-    return "DRY_RUN";
-}
-
 static size_t reg_get_device_count(ggml_backend_reg_t) {
     return 1;
 }
@@ -237,7 +229,7 @@ static ggml_backend_dev_t reg_get_device(ggml_backend_reg_t, size_t) {
 static ggml_backend_dev_t dry_run_gpu() {
     static ggml_backend_reg reg = {
         /* .api_version = */ GGML_BACKEND_API_VERSION,
-        /* .iface       = */ { reg_get_name, reg_get_device_count, reg_get_device, nullptr },
+        /* .iface       = */ { get_name, reg_get_device_count, reg_get_device, nullptr },
         /* .context     = */ nullptr,
     };
     static ggml_backend_device device = {

@@ -9,6 +9,48 @@
 
 namespace moeedge {
 
+// records
+
+void block_records::add(const moeedge_block_record & record) {
+    std::lock_guard<std::mutex> lock(mutex);
+    moeedge_block_record &      kept = ring[++serial % n_kept];
+    kept        = record;
+    kept.serial = serial;
+
+    sums.blocks++;
+    if (record.n_tokens <= n_tokens_counted && record.phase != MOEEDGE_PHASE_PREFILL) {
+        sums.pairs += record.pairs_cpu + record.pairs_device;
+        sums.pairs_hit += record.pairs_device;
+        sums.unique += record.unique_cpu + record.unique_device;
+        sums.unique_hit += record.unique_device;
+    }
+    sums.partition_s += (double) record.partition_ns * 1e-9;
+    sums.cpu_s += (double) record.cpu_ns * 1e-9;
+    sums.device_s += (double) record.device_ns * 1e-9;
+    sums.wait_s += (double) record.wait_ns * 1e-9;
+    sums.wait_bytes += record.wait_bytes;
+}
+
+void block_records::add_unknown() {
+    std::lock_guard<std::mutex> lock(mutex);
+    sums.blocks_unknown++;
+}
+
+int block_records::read(int64_t after, moeedge_block_record * out, int n_max) {
+    std::lock_guard<std::mutex> lock(mutex);
+    const int64_t               oldest = std::max<int64_t>(serial - n_kept + 1, 1);
+    int                         n      = 0;
+    for (int64_t s = std::max(after + 1, oldest); s <= serial && n < n_max; s++) {
+        out[n++] = ring[s % n_kept];
+    }
+    return n;
+}
+
+moeedge_cache_stats block_records::stats() {
+    std::lock_guard<std::mutex> lock(mutex);
+    return sums;
+}
+
 // of reads for another cache: those that computations wait for come first
 static constexpr int upload_priority = 1;
 
@@ -55,30 +97,22 @@ static std::shared_ptr<cache_core> open_core(const moeedge_cache_config & config
     return core->device ? core : nullptr;
 }
 
-// what the pools are allocated for
-struct pool_request {
-    double  ratio;
-    int     n_stage;
-    int64_t pool_bytes_max;
-    bool    pin_files;
-};
-
 // pools, staging memory and table; talks to the device
-static bool allocate(cache_core & core, const pool_request & request) {
+static bool allocate(cache_core & core, const moeedge_cache_config & config) {
     cache_device &    device = *core.device;
-    const pool_limits limits(device, request.pool_bytes_max);
-    core.layout.cut([&](const expert_group & group) { return limits.count_parts(group, core.layout.n_experts, request.ratio); });
-    const std::vector<int> wanted = wanted_slots(core.layout, request.ratio);
+    const pool_limits limits(device, config.pool_bytes_max);
+    core.layout.cut([&](const expert_group & group) { return limits.count_parts(group, core.layout.n_experts, config.ratio); });
+    const std::vector<int> wanted = wanted_slots(core.layout, config.ratio);
     core.slots_wanted             = std::accumulate(wanted.begin(), wanted.end(), (int64_t) 0);
-    core.pools.reset(new slot_pools(core.device, core.layout, limits, request.n_stage));
+    core.pools.reset(new slot_pools(core.device, core.layout, limits, config.n_stage));
     const auto new_uploader = [&](ggml_backend_t backend, bool is_staging) {
         return std::make_unique<expert_uploader>(device, backend, core.source, core.layout, *core.pools, is_staging);
     };
-    if (request.pin_files && device.is_async) {
+    if (config.pin_files && device.is_async) {
         core.source.pin(ggml_backend_dev_backend_reg(device.dev));
     }
     core.moving = new_uploader(device.transfer, /* is_staging = */ false);
-    if (request.n_stage > 0) {
+    if (config.n_stage > 0) {
         core.streaming = new_uploader(device.stream, /* is_staging = */ true);
     }
     if (!core.moving->allocate() || (core.streaming && !core.streaming->allocate()) || !core.pools->allocate(wanted)) {
@@ -113,10 +147,8 @@ std::shared_ptr<expert_cache> expert_cache::create(const moeedge_cache_config & 
         return nullptr;
     }
     const std::shared_ptr<cache_device> device       = core->device;
-    const pool_request                  request      = { config.ratio, config.n_stage, config.pool_bytes_max, config.pin_files != 0 };
     auto                                is_allocated = std::make_shared<bool>(false);
-    const bool                          is_answered =
-        device->health->run([core, request, is_allocated] { *is_allocated = allocate(*core, request); });
+    const bool                          is_answered  = device->health->run([core, config, is_allocated] { *is_allocated = allocate(*core, config); });
     if (!is_answered) {
         status = MOEEDGE_STATUS_DEVICE_LOST;
         error  = device->lost_message();
@@ -202,25 +234,19 @@ void expert_cache::release(int layer, const int32_t * slots, int n) {
     }
 }
 
-bool expert_cache::stage(int layer, const int32_t * experts, int n, const int32_t * slots, const stop_flag & stops) try {
-    struct request {
-        std::vector<int32_t> experts, slots;
-        bool                 is_done = false;
-    };
-    auto asked = std::make_shared<request>();
-    asked->experts.assign(experts, experts + n);
-    asked->slots.assign(slots, slots + n);
-    const bool is_answered = run_on_device([kept = core, layer, asked, stops] {
+bool expert_cache::stage(int layer, const std::vector<int32_t> & experts, const std::vector<int32_t> & slots, const stop_flag & stops) try {
+    auto       is_done     = std::make_shared<bool>(false);
+    const bool is_answered = run_on_device([kept = core, layer, experts, slots, stops, is_done] {
         expert_uploader & uploader = *kept->streaming;
         int64_t           ticket   = 0;
         size_t            n_sent   = 0;
-        for (; n_sent < asked->experts.size() && ticket >= 0 && !*stops; n_sent++) {
-            ticket = uploader.send(layer, asked->experts[n_sent], asked->slots[n_sent]);
+        for (; n_sent < experts.size() && ticket >= 0 && !*stops; n_sent++) {
+            ticket = uploader.send(layer, experts[n_sent], slots[n_sent]);
         }
         uploader.wait(ticket);
-        asked->is_done = ticket >= 0 && n_sent == asked->experts.size();
+        *is_done = ticket >= 0 && n_sent == experts.size();
     });
-    return is_answered && asked->is_done;
+    return is_answered && *is_done;
 } catch (const std::exception & error) { // a backend that throws
     mark_lost(error.what());
     return false;

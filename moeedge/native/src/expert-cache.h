@@ -19,7 +19,6 @@
 #include <mutex>
 #include <string>
 
-#include "block-records.h"
 #include "expert-mover.h"
 #include "ggml-backend.h"
 #include "ggml.h"
@@ -29,6 +28,25 @@ namespace moeedge {
 
 // set by another thread: what runs should stop
 using stop_flag = std::shared_ptr<std::atomic<bool>>;
+
+// counters and the newest block records of the computing side
+class block_records {
+  public:
+    static constexpr int n_kept           = 4096;
+    static constexpr int n_tokens_counted = 64; // larger batches use nearly every expert under any policy
+
+    void add(const moeedge_block_record & record);
+    void add_unknown();
+
+    int  read(int64_t after, moeedge_block_record * out, int n_max);
+    moeedge_cache_stats stats(); // of these, the others are 0
+
+  private:
+    std::mutex                        mutex; // the computing thread adds, others read
+    std::vector<moeedge_block_record> ring = std::vector<moeedge_block_record>(n_kept);
+    int64_t                           serial = 0;
+    moeedge_cache_stats               sums   = {};
+};
 
 class expert_cache {
   public:
@@ -67,9 +85,9 @@ class expert_cache {
     // staging slots for streaming, in tensors of their own: stage(group, role) [ne0, ne1, n_stage], null without any
     const int     n_stage;
     ggml_tensor * stage(int group, const char * role) const;
-    // writes experts [n] of a layer to staging slots [n] with the streaming instance, and waits for it; called by one
+    // writes experts of a layer to as many staging slots with the streaming instance, and waits for it; called by one
     // thread at a time, which is not the mover. False: failed, lost, or `stops` was set before the last expert.
-    bool stage(int layer, const int32_t * experts, int n, const int32_t * slots, const stop_flag & stops);
+    bool stage(int layer, const std::vector<int32_t> & experts, const std::vector<int32_t> & slots, const stop_flag & stops);
 
     bool        is_lost() const { return device().health->is_lost(); }
     bool        is_foreign() const { return device().health->is_foreign(); } // of the process that forked this one
@@ -88,7 +106,6 @@ class expert_cache {
     // whether some blocks are timed alone: moeedge_cache_set_timing
     std::atomic<bool> is_timing{ false };
 
-    // counters and records of the computing side
     block_records records;
 
     // planning side; see the moeedge_cache_* functions (moeedge.h)

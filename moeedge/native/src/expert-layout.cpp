@@ -126,10 +126,6 @@ void expert_layout::cut(const std::function<int(const expert_group &)> & count_p
     group_of.swap(part_of);
 }
 
-int expert_layout::n_kinds() const {
-    return groups.empty() ? 0 : groups.back().kind + 1;
-}
-
 int expert_layout::role_index(int group, const char * role) const {
     const std::vector<expert_role> & roles = groups[group].roles;
     for (size_t r = 0; r < roles.size(); r++) {

@@ -55,7 +55,6 @@ struct expert_layout {
     // cuts each group into as many runs of layers as `count_parts` says; before the groups are used
     void cut(const std::function<int(const expert_group &)> & count_parts);
 
-    int n_kinds() const;
     int role_index(int group, const char * role) const; // -1: none
 };
 

@@ -65,18 +65,15 @@ static void sense_block(instance * self, const moe_block & block) {
     if (!self->sensor) {
         return;
     }
+    const int64_t begin_ns = now_ns();
     self->sensor->observe(block.layer, self->phase, block.ids, block.weights);
     self->n_blocks++;
+    self->sense_ns += now_ns() - begin_ns;
 }
 
 // the entire graph on the CPU, its blocks read meanwhile
 static enum ggml_status compute_whole(instance * self, const parsed_graph & parsed, ggml_cgraph * graph) {
-    const auto read = [self](const moe_block & block) {
-        const int64_t begin_ns = now_ns();
-        sense_block(self, block);
-        self->sense_ns += now_ns() - begin_ns;
-    };
-    const routing_reads reads = { parsed.blocks, read };
+    const routing_reads reads = { parsed.blocks, [self](const moe_block & block) { sense_block(self, block); } };
     return self->matmuls.compute(self->cpu, graph, self->sensor ? &reads : nullptr);
 }
 
@@ -248,9 +245,7 @@ static enum ggml_status compute_in_parts(instance * self, const parsed_graph & p
         }
         i_from = block.i_first;
         if (paths.sense_here) {
-            const int64_t begin_ns = now_ns();
             sense_block(self, block);
-            self->sense_ns += now_ns() - begin_ns;
         }
         if (paths.has_hook) {
             call_hook(self, graph, &block, input_of(parsed, block));
@@ -355,12 +350,12 @@ static enum ggml_status compute_and_sense(instance * self, ggml_cgraph * graph) 
     if (status != GGML_STATUS_SUCCESS) {
         return status;
     }
-    begin_ns = now_ns();
     if (is_kept && !is_whole) {
         for (const moe_block & block : parsed.blocks) {
             sense_block(self, block);
         }
     }
+    begin_ns = now_ns();
     if (self->capture && is_small(parsed.inputs)) {
         for (const router_input & found : parsed.inputs) {
             self->capture->take(found);

@@ -380,9 +380,7 @@ block_outcome hybrid_executor::compute_ahead(const placed_chain & placed, const 
 void hybrid_executor::record_cpu_block(const expert_chain & chain, int phase) {
     read_ids(chain.ids, experts);
     on_cpu.resize(experts.size());
-    for (size_t p = 0; p < experts.size(); p++) {
-        on_cpu[p] = (int32_t) p;
-    }
+    std::iota(on_cpu.begin(), on_cpu.end(), 0);
     moeedge_block_record record = new_record(chain, phase, MOEEDGE_PREFILL_PATH_CPU);
     record.pairs_cpu            = (int32_t) on_cpu.size();
     record.unique_cpu           = count_unique(on_cpu);
@@ -439,7 +437,7 @@ void hybrid_executor::cut_chunks(std::vector<stream_chunk> & chunks) {
 
 std::future<bool> hybrid_executor::stage(int layer, const stream_chunk & chunk, const stop_flag & stops) {
     return std::async(std::launch::async | std::launch::deferred, [this, layer, stops, asked = chunk] {
-        return cache->stage(layer, asked.experts.data(), (int) asked.experts.size(), asked.slots.data(), stops);
+        return cache->stage(layer, asked.experts, asked.slots, stops);
     });
 }
 

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "ggml-impl.h"
+#include "router-nodes.h"
 
 namespace moeedge {
 
@@ -82,11 +83,6 @@ int parse_weight_name(const char * name, const char *& role) {
     return layer;
 }
 
-// llama.cpp names the router's nodes
-static bool is_router_node(const ggml_tensor * node) {
-    return std::strncmp(node->name, "ffn_moe_", 8) == 0 && std::strncmp(node->name, "ffn_moe_out", 11) != 0;
-}
-
 // a view of one place of all tokens, of values per pair
 static bool is_view_of_place(const ggml_tensor * t) {
     if (t->op != GGML_OP_VIEW) {
@@ -104,7 +100,7 @@ static bool is_sum_node(const ggml_tensor * node) {
 }
 
 bool is_block_node(const ggml_tensor * node) {
-    if (node->op == GGML_OP_MUL_MAT_ID || is_router_node(node) || is_sum_node(node)) {
+    if (node->op == GGML_OP_MUL_MAT_ID || (is_router_node(node) && std::strncmp(node->name, "ffn_moe_out", 11) != 0) || is_sum_node(node)) {
         return true;
     }
     if (!is_chain_op(node->op)) {

@@ -39,7 +39,7 @@ static instance * instance_of(ggml_backend_t backend) {
 
 // backend interface
 
-static const char * backend_get_name(ggml_backend_t) {
+template <typename T> static const char * get_name(T) {
     return "MOEEDGE";
 }
 
@@ -134,7 +134,7 @@ static void backend_graph_optimize(ggml_backend_t backend, ggml_cgraph * graph, 
 // no synchronize: graph_compute ends when all is done; Vulkan copies from such backends at once
 static const ggml_backend_i backend_i = [] { // members by name: their number differs between versions of ggml
     ggml_backend_i iface{};
-    iface.get_name         = backend_get_name;
+    iface.get_name         = get_name;
     iface.free             = backend_free;
     iface.cpy_tensor_async = backend_cpy_tensor_async;
     iface.graph_compute    = backend_graph_compute;
@@ -169,10 +169,6 @@ static void backend_set_abort_callback(ggml_backend_t backend, ggml_abort_callba
 
 // device interface
 
-static const char * device_get_name(ggml_backend_dev_t) {
-    return "MOEEDGE";
-}
-
 static const char * device_get_description(ggml_backend_dev_t) {
     return "Mixture-of-Experts blocks, placed by moeedge";
 }
@@ -188,7 +184,7 @@ static enum ggml_backend_dev_type device_get_type(ggml_backend_dev_t) {
 }
 
 static void device_get_props(ggml_backend_dev_t dev, ggml_backend_dev_props * props) {
-    props->name        = device_get_name(dev);
+    props->name        = get_name(dev);
     props->description = device_get_description(dev);
     props->type        = device_get_type(dev);
     device_get_memory(dev, &props->memory_free, &props->memory_total);
@@ -286,7 +282,7 @@ static bool device_supports_buft(ggml_backend_dev_t dev, ggml_backend_buffer_typ
 
 static const ggml_backend_device_i device_i = [] { // members by name: their number differs between versions of ggml
     ggml_backend_device_i iface{};
-    iface.get_name             = device_get_name;
+    iface.get_name             = get_name;
     iface.get_description      = device_get_description;
     iface.get_memory           = device_get_memory;
     iface.get_type             = device_get_type;
@@ -300,10 +296,6 @@ static const ggml_backend_device_i device_i = [] { // members by name: their num
 }();
 
 // registry interface
-
-static const char * reg_get_name(ggml_backend_reg_t) {
-    return "MOEEDGE";
-}
 
 static size_t reg_get_device_count(ggml_backend_reg_t) {
     return 1;
@@ -329,7 +321,7 @@ static void * reg_get_proc_address(ggml_backend_reg_t, const char * name) {
 }
 
 static const ggml_backend_reg_i reg_i = {
-    /* .get_name         = */ reg_get_name,
+    /* .get_name         = */ get_name,
     /* .get_device_count = */ reg_get_device_count,
     /* .get_device       = */ reg_get_device,
     /* .get_proc_address = */ reg_get_proc_address,
