@@ -56,14 +56,4 @@ attention_kernels avx512fp16_attention() {
 
 } // namespace moeedge
 
-#else
-
-namespace moeedge {
-
-attention_kernels avx512fp16_attention() {
-    return {};
-}
-
-} // namespace moeedge
-
 #endif

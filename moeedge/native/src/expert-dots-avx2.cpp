@@ -434,14 +434,4 @@ dot_kernels KERNELS() {
 
 } // namespace moeedge
 
-#else
-
-namespace moeedge {
-
-dot_kernels KERNELS() {
-    return { nullptr, 0, nullptr, {} };
-}
-
-} // namespace moeedge
-
 #endif

@@ -288,14 +288,4 @@ dot_kernels avx512_kernels() {
 
 } // namespace moeedge
 
-#else
-
-namespace moeedge {
-
-dot_kernels avx512_kernels() {
-    return { nullptr, 0, nullptr, {} };
-}
-
-} // namespace moeedge
-
 #endif

@@ -128,14 +128,4 @@ dot_kernels avx512bf16_kernels() {
 
 } // namespace moeedge
 
-#else
-
-namespace moeedge {
-
-dot_kernels avx512bf16_kernels() {
-    return { nullptr, 0, nullptr, {} };
-}
-
-} // namespace moeedge
-
 #endif

@@ -8,14 +8,4 @@
 #    define KERNELS avxvnni_kernels
 #    include "expert-dots-avx2.cpp"
 
-#else
-
-namespace moeedge {
-
-dot_kernels avxvnni_kernels() {
-    return { nullptr, 0, nullptr, {} };
-}
-
-} // namespace moeedge
-
 #endif

@@ -13,6 +13,13 @@
 
 namespace moeedge {
 
+// where the library was compiled for another kind of processor, or by a compiler that does not know the instructions
+__attribute__((weak)) dot_kernels avx512_kernels() { return {}; }
+__attribute__((weak)) dot_kernels avx512bf16_kernels() { return {}; }
+__attribute__((weak)) attention_kernels avx512fp16_attention() { return {}; }
+__attribute__((weak)) dot_kernels avxvnni_kernels() { return {}; }
+__attribute__((weak)) dot_kernels avx2_kernels() { return {}; }
+
 #if defined(__x86_64__)
 // for instructions that older compilers' __builtin_cpu_supports does not know
 static bool has_cpuid_7(unsigned leaf, bool in_edx, int bit) {
