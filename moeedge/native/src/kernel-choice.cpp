@@ -38,7 +38,6 @@ static std::atomic<int> choice{ MOEEDGE_KERNEL_CHOICE_MEASURED };
 struct kernel_check {
     std::once_flag once;
     moeedge_kernel found = {};
-    bool           is_dense_single_equal = false, is_dense_few_equal = false, is_dense_many_equal = false;
     dots_function  many_dots = nullptr; // with ggml's bits for experts with many columns; null: neither of the kernel's has them
 };
 
@@ -226,14 +225,16 @@ static void run_check(const dot_kernel & kernel, kernel_check & check) {
             (n_tokens == 1 ? check.found.single_speed : check.found.several_speed) = found.speed(kernel.few);
         }
     }
-    check.found.is_equal        = true;
-    check.is_dense_single_equal = kernel.n_dense_few > 0 && has_bits(found, kernel.few, TALL, { 1 });
-    check.found.dense_single_speed = check.is_dense_single_equal ? found.speed(kernel.few) : 0;
-    check.is_dense_few_equal    = kernel.n_dense_few > 0;
-    for (int64_t n_tokens = 2; n_tokens <= kernel.n_dense_few; n_tokens++) {
-        check.is_dense_few_equal = check.is_dense_few_equal && has_bits(found, kernel.few, DENSE, { n_tokens });
+    check.found.is_equal = true;
+    if (kernel.n_dense_few > 0 && has_bits(found, kernel.few, TALL, { 1 })) {
+        check.found.dense_single_speed = found.speed(kernel.few);
     }
-    check.found.n_dense_max = check.is_dense_few_equal ? (int32_t) kernel.n_dense_few : 0;
+    check.found.n_dense_max = (int32_t) kernel.n_dense_few;
+    for (int64_t n_tokens = 2; n_tokens <= check.found.n_dense_max; n_tokens++) {
+        if (!has_bits(found, kernel.few, DENSE, { n_tokens })) {
+            check.found.n_dense_max = 0;
+        }
+    }
     for (const dots_function dots : { kernel.many, kernel.few }) {
         // ggml's narrow tiles, wide ones, and all threads' rests
         if (dots && check.many_dots == nullptr && has_bits(found, dots, EXPERTS, { n_many_columns, 15, 16, 17, 41 })) {
@@ -242,8 +243,7 @@ static void run_check(const dot_kernel & kernel, kernel_check & check) {
         }
     }
     if (kernel.dense && has_bits(found, kernel.dense, DENSE, { kernel.n_dense_many, 8, 15, 17, 33, 67 })) {
-        check.is_dense_many_equal = true;
-        check.found.dense_speed   = found.set_batch(n_timed_dense_columns, DENSE) ? found.speed(kernel.dense) : 0;
+        check.found.dense_speed = found.set_batch(n_timed_dense_columns, DENSE) ? found.speed(kernel.dense) : 0;
     }
 }
 
@@ -349,9 +349,9 @@ chosen_dots choose_dots(const ggml_tensor * node) {
         const bool           is_many  = is_dense && has_many_dense(kernel, node);
         const bool           is_one   = is_dense && node->src[1]->ne[1] == 1;
         const bool           is_equal = !is_dense ? check.found.is_equal != 0
-                                        : is_one  ? check.is_dense_single_equal
-                                        : is_many ? check.is_dense_many_equal
-                                                  : check.is_dense_few_equal;
+                                        : is_one  ? check.found.dense_single_speed > 0
+                                        : is_many ? check.found.dense_speed > 0
+                                                  : check.found.n_dense_max > 0;
         if (!is_equal || (may_be_many && check.many_dots == nullptr)) {
             continue;
         }
