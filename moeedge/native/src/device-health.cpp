@@ -110,7 +110,7 @@ void device_health::mark_lost(const char * why) {
     if (is_foreign()) {
         return;
     }
-    std::vector<std::function<void()>> to_call;
+    std::function<void()> call;
     {
         std::lock_guard<std::mutex> lock(mutex);
         if (lost.load()) {
@@ -118,7 +118,7 @@ void device_health::mark_lost(const char * why) {
         }
         why_lost = why;
         lost.store(true, std::memory_order_release);
-        to_call.swap(calls);
+        call.swap(when_lost);
     }
     changed.notify_all();
     if (is_remote) {
@@ -126,7 +126,7 @@ void device_health::mark_lost(const char * why) {
         std::lock_guard<std::mutex> lock(list.mutex);
         list.lost.push_back(device);
     }
-    for (const auto & call : to_call) {
+    if (call) {
         call();
     }
 }
@@ -135,7 +135,7 @@ void device_health::on_lost(std::function<void()> call) {
     if (!is_foreign()) {
         std::lock_guard<std::mutex> lock(mutex);
         if (!lost.load()) {
-            calls.push_back(std::move(call));
+            when_lost = std::move(call);
             return;
         }
     }

@@ -34,7 +34,7 @@ class device_health : public std::enable_shared_from_this<device_health> {
 
     // from any thread; only the first call has an effect
     void mark_lost(const char * why);
-    // called by the thread that marks the device as lost; at once if it is lost already
+    // what the thread calls that marks the device as lost; at once if it is lost already
     void on_lost(std::function<void()> call);
 
     // Runs `work`, which talks to the device, and waits for it; false if the device is lost before it is done. The work of
@@ -56,7 +56,7 @@ class device_health : public std::enable_shared_from_this<device_health> {
     mutable std::mutex                 mutex;
     std::condition_variable            changed;
     std::string                        why_lost;
-    std::vector<std::function<void()>> calls;
+    std::function<void()>              when_lost;
 };
 
 } // namespace moeedge

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 
@@ -16,10 +15,6 @@ namespace moeedge {
 // how often a file's path is looked up
 static constexpr int64_t look_up_ns = 2'000'000'000;
 
-void bounce_buffer::release::operator()(char * block) const {
-    std::free(block);
-}
-
 char * bounce_buffer::reserve(size_t size) {
     if (size > capacity) {
         void * block = nullptr;
@@ -28,10 +23,10 @@ char * bounce_buffer::reserve(size_t size) {
         if (posix_memalign(&block, direct_alignment, size) != 0) {
             return nullptr;
         }
-        data.reset((char *) block);
+        data.reset(block);
         capacity = size;
     }
-    return data.get();
+    return (char *) data.get();
 }
 
 direct_file::~direct_file() {

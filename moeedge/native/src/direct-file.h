@@ -11,6 +11,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <memory>
 #include <string>
 #include <thread>
@@ -34,12 +35,8 @@ class bounce_buffer {
     char * reserve(size_t size);
 
   private:
-    struct release {
-        void operator()(char * data) const;
-    };
-
-    std::unique_ptr<char, release> data;
-    size_t                         capacity = 0;
+    std::unique_ptr<void, void (*)(void *)> data{ nullptr, std::free };
+    size_t                                  capacity = 0;
 };
 
 // what a read returns besides an errno: 0 is success

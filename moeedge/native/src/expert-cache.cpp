@@ -54,6 +54,9 @@ moeedge_cache_stats block_records::stats() {
 // of reads for another cache: those that computations wait for come first
 static constexpr int upload_priority = 1;
 
+// the slowest upload that is still worth its time takes a fraction of this
+static constexpr auto close_timeout = std::chrono::seconds(30);
+
 // of a worker that is asked to free its memory
 static constexpr auto free_timeout = std::chrono::seconds(30);
 
@@ -181,11 +184,11 @@ std::shared_ptr<expert_cache> expert_cache::create(const moeedge_cache_config & 
 }
 
 expert_cache::expert_cache(std::shared_ptr<cache_core> c)
-    : n_stage(c->pools->n_staging()), core(std::move(c)), mover(new expert_mover(core)) {}
+    : n_stage(c->pools->n_staging()), core(std::move(c)), mover([kept = core] { run_mover(*kept); }) {}
 
 expert_cache::~expert_cache() {
     if (is_foreign()) { // its thread is not in this process: it can neither be joined nor detached
-        mover.release();
+        new std::thread(std::move(mover));
         new std::shared_ptr<cache_core>(std::move(core));
         return;
     }
@@ -201,7 +204,15 @@ void expert_cache::close() {
         return;
     }
     std::lock_guard<std::mutex> lock(closing);
-    mover.reset();
+    if (!mover.joinable()) {
+        return;
+    }
+    core->table->stop();
+    if (device().health->wait(core->has_mover_ended, close_timeout)) {
+        mover.join();
+    } else {
+        mover.detach();
+    }
 }
 
 // computing side

@@ -18,6 +18,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <thread>
 
 #include "expert-mover.h"
 #include "ggml-backend.h"
@@ -56,7 +57,8 @@ class expert_cache {
     static std::shared_ptr<expert_cache> create(const moeedge_cache_config & config, std::string & error, int & status);
     explicit expert_cache(std::shared_ptr<cache_core> core);
     ~expert_cache();
-    // ends the mover, also while the cache has other owners; no expert is resident from then on
+    // Ends the mover's thread after the uploads under way, or abandons it where it waits for a lost device; also while the cache
+    // has other owners. No expert is resident from then on
     void close();
 
     // computing side
@@ -132,9 +134,9 @@ class expert_cache {
     bool          has_experts_of(const expert_cache & other) const;
     source_result copy_part(int layer, int role, int expert, size_t begin, size_t size, bool is_urgent, void * out);
 
-    std::shared_ptr<cache_core>   core;
-    std::mutex                    closing;
-    std::unique_ptr<expert_mover> mover; // null once closed
+    std::shared_ptr<cache_core> core;
+    std::mutex                  closing;
+    std::thread                 mover; // not joinable once closed
 };
 
 // Unpins the slots of a layer, however the computation from them ends. until_idle: called first where an exception passes: a

@@ -14,7 +14,7 @@ bool expert_loader::open(const moeedge_cache_config & config, std::string & erro
     return reader.open(config.files, config.n_files, config.disk_buffered != 0, error);
 }
 
-int64_t expert_loader::read(int layer, int expert, int slot, int priority, end_call ended) {
+void expert_loader::load(int layer, int expert, int slot, int priority, end_call ended) {
     const int               group = layout.group_of[layer];
     std::vector<read_range> ranges;
     for (size_t r = 0; r < layout.slices[layer].size(); r++) {
@@ -22,16 +22,13 @@ int64_t expert_loader::read(int layer, int expert, int slot, int priority, end_c
         ggml_tensor *        pool  = pools.tensor(group, (int) r);
         ranges.push_back({ slice.file, slice.of(expert), slice.bytes, (char *) pool->data + slot * slice.bytes });
     }
-    return reader.enqueue(std::move(ranges), priority, [this, layer, expert, call = std::move(ended)](const read_end & end) {
+    const auto at_end = [this, layer, expert, call = std::move(ended)](const read_end & end) {
         if (end.result == READ_FAILED) {
             note_failure(layer, expert, end);
         }
         call(end.result == READ_DONE);
-    });
-}
-
-void expert_loader::load(int layer, int expert, int slot, int priority, end_call ended) {
-    requests[(size_t) layer * layout.n_experts + expert] = read(layer, expert, slot, priority, std::move(ended));
+    };
+    requests[(size_t) layer * layout.n_experts + expert] = reader.enqueue(std::move(ranges), priority, at_end);
 }
 
 void expert_loader::hasten(int layer, int expert, int priority) {

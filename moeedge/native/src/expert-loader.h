@@ -42,8 +42,7 @@ class expert_loader {
     direct_reader reader;
 
   private:
-    int64_t read(int layer, int expert, int slot, int priority, end_call ended);
-    void    note_failure(int layer, int expert, const read_end & end);
+    void note_failure(int layer, int expert, const read_end & end);
 
     const expert_layout & layout;
     const slot_pools &    pools;

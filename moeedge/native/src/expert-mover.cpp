@@ -15,8 +15,6 @@ using steady_clock = std::chrono::steady_clock;
 static constexpr int64_t oversleep_ns = 20 * 1000 * 1000;
 // how long an upload to a remote worker waits for computation; blocks take a fraction of it
 static constexpr auto yield_limit = std::chrono::milliseconds(20);
-// the slowest upload that is still worth its time takes a fraction of this
-static constexpr auto close_timeout = std::chrono::seconds(30);
 
 // The time at which a link of a given rate has delivered the bytes that were sent over it.
 class paced_link {
@@ -139,7 +137,7 @@ static void run_loads(cache_core & core) {
     core.loader->end();
 }
 
-static void run_mover(cache_core & core) {
+void run_mover(cache_core & core) {
     try {
         if (core.loader) {
             run_loads(core);
@@ -152,18 +150,6 @@ static void run_mover(cache_core & core) {
         core.device->health->mark_lost("its backend failed");
     }
     core.device->health->set(core.has_mover_ended);
-}
-
-expert_mover::expert_mover(std::shared_ptr<cache_core> c)
-    : core(std::move(c)), thread([kept = core] { run_mover(*kept); }) {}
-
-expert_mover::~expert_mover() {
-    core->table->stop();
-    if (core->device->health->wait(core->has_mover_ended, close_timeout)) {
-        thread.join();
-    } else {
-        thread.detach();
-    }
 }
 
 } // namespace moeedge

@@ -4,7 +4,6 @@
 
 #include <atomic>
 #include <memory>
-#include <thread>
 
 #include "expert-loader.h"
 #include "expert-uploader.h"
@@ -38,15 +37,7 @@ struct cache_core {
     }
 };
 
-class expert_mover : no_copy {
-  public:
-    explicit expert_mover(std::shared_ptr<cache_core> core);
-    // ends the thread after the uploads under way, or abandons it where it waits for a lost device
-    ~expert_mover();
-
-  private:
-    std::shared_ptr<cache_core> core;
-    std::thread                 thread;
-};
+// the thread's work, until the table is stopped and the uploads under way are done
+void run_mover(cache_core & core);
 
 } // namespace moeedge
