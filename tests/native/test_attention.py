@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
-from ctypes import c_float, c_int, c_int64, c_void_p
+from collections.abc import Iterator
+from ctypes import c_float, c_int
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 from moeedge.native.abi import KernelChoice
 from moeedge.native.compute import ATTENTION, attention_count, kernels, set_kernel_choice
 from tests.support.expert_blocks import Engine
-from tests.support.raw_ggml import call, new_context
+from tests.support.raw_ggml import F16, F32, Graph, ggml
 
-_F32, _F16 = 0, 1  # enum ggml_type
 _CHOICES = {"avx512vnni": KernelChoice.ALL, "avxvnni": KernelChoice.AVXVNNI, "avx2": KernelChoice.AVX2}
 
 
@@ -44,43 +43,30 @@ class Shape:
     masked: float = 0.0  # of every seventh key that is seen
 
 
-class Attention:
+class Attention(Graph):
     """The graph of a FLASH_ATTN_EXT, with random values."""
 
-    def __init__(self, shape: Shape, scale: float = 0.2) -> None:
-        context = self._context = new_context()
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
         self.shape = shape
-        self._tensors: dict[str, int] = {}
-
-        def add(name: str, type_: int, *ne: int) -> int:
-            types = [c_void_p, c_int, *[c_int64] * 3]
-            self._tensors[name] = call("ggml_new_tensor_3d", c_void_p, types, context, type_, *ne, *[1] * (3 - len(ne)))
-            return self._tensors[name]
-
-        kind = _F16 if shape.is_half else _F32
-        q = add("q", _F32, shape.n_key, shape.n_tokens, shape.n_heads)
-        k, v = (self._keys(add, name, kind, n) for name, n in (("k", shape.n_key), ("v", shape.n_value)))
-        mask = add("mask", _F16, shape.n_kv, shape.n_tokens, shape.n_masks) if shape.has_mask else None
-        types = [*[c_void_p] * 5, *[c_float] * 3]
-        out = call("ggml_flash_attn_ext", c_void_p, types, context, q, k, v, mask, scale, shape.max_bias, shape.softcap)
+        kind = F16 if shape.is_half else F32
+        q = self.tensor(F32, shape.n_key, shape.n_tokens, shape.n_heads)
+        k, v = (self._keys(kind, width) for width in (shape.n_key, shape.n_value))
+        mask = self.tensor(F16, shape.n_kv, shape.n_tokens, shape.n_masks) if shape.has_mask else None
+        factors = (c_float(0.2), c_float(shape.max_bias), c_float(shape.softcap))
+        out = self.expand(self.op("flash_attn_ext", q, k, v, mask, *factors))
+        self._tensors = {"q": q, "k": k, "v": v, "mask": mask, "out": out}
         if shape.has_sinks:
-            types = [c_void_p, c_int, c_int64]
-            sinks = self._tensors["sinks"] = call("ggml_new_tensor_1d", c_void_p, types, context, _F32, shape.n_heads)
-            call("ggml_flash_attn_ext_add_sinks", None, [c_void_p] * 2, out, sinks)
-        self._tensors["out"] = out
-        self.graph = call("ggml_new_graph", c_void_p, [c_void_p], context)
-        call("ggml_build_forward_expand", None, [c_void_p] * 2, self.graph, out)
-        buffer_type = call("ggml_backend_cpu_buffer_type", c_void_p, [])
-        self._buffer = call("ggml_backend_alloc_ctx_tensors_from_buft", c_void_p, [c_void_p] * 2, context, buffer_type)
+            sinks = self._tensors["sinks"] = self.tensor(F32, shape.n_heads)
+            ggml("ggml_flash_attn_ext_add_sinks", out, sinks, result=None)
+        self.allocate()
         self._fill(np.random.default_rng(shape.n_tokens))
 
-    def _keys(self, add: Callable[..., int], name: str, type_: int, width: int) -> int:
+    def _keys(self, kind: int, width: int) -> int:
         shape = self.shape
         if not shape.is_permuted:
-            return add(name, type_, width, shape.n_kv, shape.n_key_heads)
-        wide = add(name, type_, width, shape.n_key_heads, shape.n_kv)
-        types = [c_void_p] * 2 + [c_int] * 4
-        return int(call("ggml_permute", c_void_p, types, self._context, wide, 0, 2, 1, 3))
+            return self.tensor(kind, width, shape.n_kv, shape.n_key_heads)
+        return self.op("permute", self.tensor(kind, width, shape.n_key_heads, shape.n_kv), *map(c_int, (0, 2, 1, 3)))
 
     def _fill(self, rng: np.random.Generator) -> None:
         shape = self.shape
@@ -109,9 +95,7 @@ class Attention:
             "out": (shape.n_tokens, shape.n_heads, shape.n_value),
         }
         is_half = name == "mask" or (name in ("k", "v") and shape.is_half)
-        address = call("ggml_get_data", c_void_p, [c_void_p], self._tensors[name])
-        kind = ctypes.c_uint16 if is_half else c_float
-        found = np.ctypeslib.as_array(ctypes.cast(address, ctypes.POINTER(kind)), shapes[name])
+        found = self.array(self._tensors[name], ctypes.c_uint16 if is_half else c_float, *shapes[name])
         return found.view(np.float16) if is_half else found
 
     def run(self, engine: Engine) -> NDArray[np.int32]:
@@ -119,11 +103,6 @@ class Attention:
         self.values("out")[:] = np.nan
         engine.compute(self.graph)
         return self.values("out").view(np.int32).copy()
-
-    def close(self) -> None:
-        """Frees the memory."""
-        call("ggml_backend_buffer_free", None, [c_void_p], self._buffer)
-        call("ggml_free", None, [c_void_p], self._context)
 
 
 def check(attention: Attention, n_threads: int) -> None:

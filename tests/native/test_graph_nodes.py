@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from ctypes import c_bool, c_char_p, c_float, c_int, c_int64, c_void_p
+from ctypes import c_bool, c_float
 from pathlib import Path
 
 import llama_cpp
@@ -16,7 +16,7 @@ from moeedge.native.compute import kernels, set_kernel_choice
 from tests.conftest import TinyFactory
 from tests.native.conftest import printed
 from tests.support.cases import K_DIMS, MOE_CASES
-from tests.support.raw_ggml import call, find_device, new_context
+from tests.support.raw_ggml import F32, Graph, Queue, ggml
 from tests.support.sensed import experts_used, sensed_context
 from tests.support.stock import StockContext
 
@@ -96,24 +96,21 @@ def test_a_block_has_fewer_operations_than_ggmls(
 def test_values_that_many_paths_reach_are_recognised_as_fast_as_others() -> None:
     """The scheduler asks for each operation of a graph whether it belongs to experts: here 2^12 paths lead back."""
     library.start()
-    types = [c_void_p, c_char_p]
-    backend = call("ggml_backend_dev_init", c_void_p, types, find_device("MOEEDGE"), None)
+    queue, graph = Queue("MOEEDGE"), Graph()
     Sensor(1, 1, 1, 1).set_offload_scope(OffloadScope.MOE)
-    device = call("ggml_backend_get_device", c_void_p, [c_void_p], backend)
-    context = new_context()
-    scaled = squared = call("ggml_new_tensor_1d", c_void_p, [c_void_p, c_int, c_int64], context, 0, 8)
+    scaled = squared = graph.tensor(F32, 8)
     for _ in range(20):
-        scaled = call("ggml_scale", c_void_p, [c_void_p, c_void_p, c_float], context, scaled, 1.0)
-        squared = call("ggml_mul", c_void_p, [c_void_p] * 3, context, squared, squared)
+        scaled = graph.op("scale", scaled, c_float(1.0))
+        squared = graph.op("mul", squared, squared)
 
     def ask_s(tensor: int) -> float:
         start_s = time.thread_time()
         for _ in range(500):
-            assert not call("ggml_backend_dev_supports_op", c_bool, [c_void_p, c_void_p], device, tensor)
+            assert not ggml("ggml_backend_dev_supports_op", queue.device, tensor, result=c_bool)
         return time.thread_time() - start_s
 
     try:
         assert min(ask_s(squared) for _ in range(5)) < 3 * min(ask_s(scaled) for _ in range(5))
     finally:
-        call("ggml_free", None, [c_void_p], context)
-        call("ggml_backend_free", None, [c_void_p], backend)
+        graph.close()
+        queue.close()

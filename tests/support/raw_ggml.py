@@ -13,7 +13,7 @@ import llama_cpp
 import numpy as np
 from numpy.typing import NDArray
 
-F32, Q4_K, I32 = 0, 12, 26  # enum ggml_type
+F32, F16, Q4_K, I32 = 0, 1, 12, 26  # enum ggml_type
 _CONTEXT_BYTES = 1 << 20
 
 
@@ -30,21 +30,14 @@ def _function(name: str, result: Any, types: tuple[Any, ...]) -> Any:
     return function
 
 
-def call(name: str, result: Any, types: list[Any], *arguments: Any) -> Any:
-    """Calls a function of libggml or libggml-base."""
-    return _function(name, result, tuple(types))(*arguments)
-
-
 def ggml(name: str, *arguments: Any, result: Any = c_void_p) -> Any:
-    """The same with types from the arguments: plain integers and None are pointers, numbers come as ctypes objects."""
+    """Calls a function of libggml or libggml-base.
+
+    Its types are those of the arguments: plain integers and None are pointers, numbers come as ctypes objects.
+    """
     typed = (ctypes._SimpleCData, ctypes.Structure)
     types = [type(a) if isinstance(a, typed) else c_char_p if isinstance(a, bytes) else c_void_p for a in arguments]
     return _function(name, result, tuple(types))(*arguments)
-
-
-def new_context() -> int:
-    """A ggml context for tensors whose data are allocated elsewhere."""
-    return int(ggml("ggml_init", _InitParams(_CONTEXT_BYTES, None, True)))
 
 
 def find_device(name: str) -> int:
@@ -55,7 +48,7 @@ class Graph:
     """Tensors, operations on them, and a ggml graph that computes these."""
 
     def __init__(self) -> None:
-        self._context = new_context()
+        self._context = int(ggml("ggml_init", _InitParams(_CONTEXT_BYTES, None, True)))
         self.graph = int(ggml("ggml_new_graph", self._context))
         self.buffer: int | None = None
 
