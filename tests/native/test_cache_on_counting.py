@@ -16,7 +16,14 @@ from moeedge.native.cache import ExpertCache
 from moeedge.scheduler.slot_memory import MemoryWatch
 from tests.support.answers import assert_equal_answers
 from tests.support.counting import DEVICE, CountingDevice, Kind
-from tests.support.experts import ExpertFile, ask, assert_balanced, assert_bytes, drain, resident, write_experts
+from tests.support.experts import (
+    ExpertFile,
+    assert_balanced,
+    assert_bytes,
+    carry_out,
+    resident,
+    write_experts,
+)
 from tests.support.hybrid import RandomPlans, hybrid_config, hybrid_context, random_prompt
 from tests.support.sessions import GREEDY
 from tests.support.stock import StockContext
@@ -42,8 +49,7 @@ def test_uploads_arrive_in_small_pieces(
         cache.set_batch(batch)
         counting.reset()
         for uploads, victims in ((everything[:4], []), (everything[4:], everything[:4]), (everything[:3], everything)):
-            ask(cache, uploads, victims=victims)
-            drain(cache)
+            carry_out(cache, uploads, victims=victims)
             assert set(uploads) <= resident(cache)
         timeline = counting.timeline()
         assert assert_bytes(cache, large) == 4
@@ -62,8 +68,7 @@ def test_a_file_that_ends_early_fails_its_uploads_only(tmp_path: Path, counting:
         end = model.tensors[-2].offset + model.tensors[-2].stride  # of layer 1's second role: one expert is left
         with model.path.open("r+b") as file:
             file.truncate(end)
-        ask(cache, [(1, 1), (0, 0), (0, 1)])
-        drain(cache)
+        carry_out(cache, [(1, 1), (0, 0), (0, 1)])
         assert resident(cache) == {(0, 0), (0, 1)}
         assert cache.stats().failed == 1
         assert assert_bytes(cache, model) == 2
@@ -75,11 +80,10 @@ def test_pools_are_no_larger_than_the_largest_buffer(large: ExpertFile, counting
     with ExpertCache(large.config(1.0, device=DEVICE)) as cache:
         assert cache.info.n_slots == cache.info.slots_wanted == 8
         assert cache.groups()[1].tolist() == [4, 4]
-        ask(cache, large.everything)
-        drain(cache)
+        carry_out(cache, large.everything)
         assert assert_bytes(cache, large) == 8
     counting.set("max_buffer_bytes", slot_bytes // 2)
-    with pytest.raises(EngineError):
+    with pytest.raises(EngineError, match="no memory for even one expert"):
         ExpertCache(large.config(1.0, device=DEVICE))
     counting.set("max_buffer_bytes", 1 << 62)
 
@@ -88,8 +92,7 @@ def test_short_memory_gives_fewer_slots(large: ExpertFile, counting: CountingDev
     counting.set("other_bytes", (8 << 30) - counting.allocated_bytes - 5 * large.expert_bytes)
     with ExpertCache(large.config(1.0, device=DEVICE)) as cache:
         assert 1 <= cache.info.n_slots <= 5 < cache.info.slots_wanted == 8
-        ask(cache, large.everything)
-        drain(cache)
+        carry_out(cache, large.everything)
         assert assert_bytes(cache, large) == cache.info.n_slots
     counting.set("other_bytes", 0)
 

@@ -11,7 +11,17 @@ import pytest
 from moeedge.errors import BackendError
 from moeedge.native.abi import Phase
 from moeedge.native.cache import ExpertCache
-from tests.support.experts import NO_PAIRS, ExpertFile, ask, assert_balanced, assert_bytes, demand, drain, resident
+from tests.support.experts import (
+    NO_PAIRS,
+    ExpertFile,
+    ask,
+    assert_balanced,
+    assert_bytes,
+    carry_out,
+    demand,
+    drain,
+    resident,
+)
 from tests.support.ram_driver import ram_context
 
 
@@ -64,8 +74,7 @@ def test_batches_carry_the_right_bytes(experts: ExpertFile, batch: int) -> None:
             rng.shuffle(wanted)
             n_free = 12 - len(there)
             victims = [there[i] for i in rng.permutation(len(there))]
-            ask(cache, sorted(wanted[: n_free + len(victims) // 2]), victims=victims)
-            drain(cache)
+            carry_out(cache, sorted(wanted[: n_free + len(victims) // 2]), victims=victims)
             assert_balanced(cache)
             assert_bytes(cache, experts)
 
@@ -78,8 +87,7 @@ def test_a_batch_waits_for_the_link_once(experts: ExpertFile) -> None:
         with ExpertCache(experts.config(1.0, link_latency_s=latency_s)) as cache:
             cache.set_batch(batch)
             begin_s = time.monotonic()
-            ask(cache, experts.everything[:16])
-            drain(cache)
+            carry_out(cache, experts.everything[:16])
             times_s[batch] = time.monotonic() - begin_s
             assert cache.stats().uploads == 16
             n_transfers = cache.stats().transfers

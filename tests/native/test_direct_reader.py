@@ -27,6 +27,7 @@ from tests.support.experts import (
     ExpertFile,
     ask,
     assert_bytes,
+    carry_out,
     demand,
     drain,
     fail_reads,
@@ -119,8 +120,7 @@ def test_slots_hold_the_bytes_of_the_files(parts: Parts, n_threads: int, piece_b
     )
     with ExpertCache(config) as cache:
         cache.set_readers(n_threads, piece_bytes)
-        ask(cache, list(product(range(5), range(6))))
-        drain(cache)
+        carry_out(cache, list(product(range(5), range(6))))
         assert len(resident(cache)) == 5 * 6
         for tensor, expert in product(parts.tensors, range(6)):
             expected = parts.bytes_of(tensor, expert)
@@ -159,8 +159,7 @@ def demand_apart(cache: ExpertCache, wanted: list[int]) -> tuple[threading.Threa
 def test_a_slow_disk_takes_its_time(experts: ExpertFile) -> None:
     with ExpertCache(slow(experts, 64.0)) as cache:
         begin_s = time.monotonic()
-        ask(cache, experts.everything)
-        drain(cache)
+        carry_out(cache, experts.everything)
         assert time.monotonic() - begin_s > 0.9 * (32 / 64.0 - 0.02)
         assert cache.stats().transfer_s > 0.9 * (32 / 64.0 - 0.02)
         assert assert_bytes(cache, experts) == 32
@@ -185,8 +184,7 @@ def test_a_plan_replaces_what_has_not_begun(experts: ExpertFile) -> None:
     with ExpertCache(slow(experts, 20.0)) as cache:
         cache.set_readers(1, 4096)
         ask(cache, experts.everything)
-        ask(cache, [(3, 1)], priority=[9])
-        drain(cache)
+        carry_out(cache, [(3, 1)], priority=[9])
         assert (3, 1) in resident(cache)
         assert len(resident(cache)) < 24
         assert cache.stats().cancelled == 32 - len(resident(cache))
@@ -233,8 +231,7 @@ def test_faults_are_overcome(experts: ExpertFile, fault: ReadFault, every: int, 
     with ExpertCache(experts.config(1.0, device="ram", disk_buffered=buffered)) as cache:
         cache.set_readers(*((3, 4096) if every == 2 else (2, 8192)))
         fail_reads(cache, fault, every, 0.002)
-        ask(cache, experts.everything)
-        drain(cache)
+        carry_out(cache, experts.everything)
         assert assert_bytes(cache, experts) == 32
         assert cache.stats().failed == 0
         if fault is not ReadFault.SHORT:  # less than a block is read again as a whole
@@ -253,8 +250,7 @@ def test_a_disk_that_fails(experts: ExpertFile, fault: ReadFault, sentence: str)
         assert (cache.stats().failed, cache.stats().in_flight) == (1, 0)
         fail_reads(cache, fault, 0)
         assert demand(cache, 2, [5]) == 1
-        ask(cache, experts.everything)
-        drain(cache)
+        carry_out(cache, experts.everything)
         assert assert_bytes(cache, experts) == 32
 
 
