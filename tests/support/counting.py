@@ -15,9 +15,10 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
 from enum import IntEnum, IntFlag
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,28 +65,36 @@ RECORD = np.dtype(  # struct counting_record
 )
 _DOWN = (Kind.GET, Kind.GET_ASYNC)
 _UP = (Kind.SET, Kind.SET_ASYNC)
+_NONE = Flag(0)
+
+
+def _counted(*kinds: Kind, has: Flag = _NONE, lacks: Flag = _NONE, of: str = "") -> float:
+    """How many records are of these kinds, by default of any, with these flags; of: the sum of a field of theirs."""
+    return cast(float, field(metadata={"kinds": kinds or tuple(Kind), "has": has, "lacks": lacks, "of": of}))
 
 
 @dataclass(frozen=True)
 class Counts:
     """What a device was asked to do; the difference of two is what happened between them, or what one does more."""
 
-    launches: float  # of graphs
-    nodes: float  # in them, without views
-    waits: float  # calls in which the host cannot go on before the device has done something
-    round_trips: float  # of them those that end with a graph launch newly known to be done
-    syncs: float  # of an instance, or of an event by the host; also those that find nothing to wait for
-    sets: float  # blocking, host to device
-    gets: float  # blocking, device to host
-    sets_async: float
-    gets_async: float
-    copies: float  # device to device, blocking or not
-    event_records: float
-    event_waits: float  # of one queue for another
-    bytes_up: float  # host to device
-    bytes_down: float
-    bytes_pageable: float  # of both, where the host's memory is not pinned
-    bytes_copied: float  # device to device
+    launches: float = _counted(Kind.GRAPH)  # of graphs
+    nodes: float = _counted(of="n_nodes")  # in them, without views
+    waits: float = _counted(has=Flag.WAITS)  # calls in which the host cannot go on before the device has done something
+    round_trips: float = _counted(has=Flag.ROUND_TRIP)  # of them those that end with a launch newly known to be done
+    # of an instance, or of an event by the host; also those that find nothing to wait for
+    syncs: float = _counted(Kind.SYNC, Kind.EVENT_SYNC)
+    sets: float = _counted(Kind.SET)  # blocking, host to device
+    gets: float = _counted(Kind.GET)  # blocking, device to host
+    sets_async: float = _counted(Kind.SET_ASYNC)
+    gets_async: float = _counted(Kind.GET_ASYNC)
+    copies: float = _counted(Kind.COPY, Kind.COPY_ASYNC)  # device to device, blocking or not
+    event_records: float = _counted(Kind.EVENT_RECORD)
+    event_waits: float = _counted(Kind.EVENT_WAIT)  # of one queue for another
+    bytes_up: float = _counted(*_UP, of="bytes")  # host to device
+    bytes_down: float = _counted(*_DOWN, of="bytes")
+    # of both, where the host's memory is not pinned
+    bytes_pageable: float = _counted(*_UP, *_DOWN, lacks=Flag.PINNED, of="bytes")
+    bytes_copied: float = _counted(Kind.COPY, Kind.COPY_ASYNC, of="bytes")  # device to device
 
     def __sub__(self, other: Counts) -> Counts:
         return Counts(**{name: value - getattr(other, name) for name, value in asdict(self).items()})
@@ -96,35 +105,12 @@ class Counts:
 
 def count(timeline: NDArray[np.void]) -> Counts:
     """The counts of a timeline, or of a part of it."""
-    kind, flags = timeline["kind"], timeline["flags"]
-
-    def number(*kinds: Kind) -> int:
-        return int(np.isin(kind, kinds).sum())
-
-    def n_bytes(*kinds: Kind, pageable: bool = False) -> int:
-        chosen = np.isin(kind, kinds)
-        if pageable:
-            chosen &= (flags & Flag.PINNED) == 0
-        return int(timeline["bytes"][chosen].sum())
-
-    return Counts(
-        launches=number(Kind.GRAPH),
-        nodes=int(timeline["n_nodes"].sum()),
-        waits=int(((flags & Flag.WAITS) != 0).sum()),
-        round_trips=int(((flags & Flag.ROUND_TRIP) != 0).sum()),
-        syncs=number(Kind.SYNC, Kind.EVENT_SYNC),
-        sets=number(Kind.SET),
-        gets=number(Kind.GET),
-        sets_async=number(Kind.SET_ASYNC),
-        gets_async=number(Kind.GET_ASYNC),
-        copies=number(Kind.COPY, Kind.COPY_ASYNC),
-        event_records=number(Kind.EVENT_RECORD),
-        event_waits=number(Kind.EVENT_WAIT),
-        bytes_up=n_bytes(*_UP),
-        bytes_down=n_bytes(*_DOWN),
-        bytes_pageable=n_bytes(*_UP, *_DOWN, pageable=True),
-        bytes_copied=n_bytes(Kind.COPY, Kind.COPY_ASYNC),
-    )
+    flags, found = timeline["flags"], {}
+    for each in fields(Counts):
+        has, lacks, of = (each.metadata[name] for name in ("has", "lacks", "of"))
+        chosen = timeline[np.isin(timeline["kind"], each.metadata["kinds"]) & (flags & (has | lacks) == has)]
+        found[each.name] = int(chosen[of].sum()) if of else len(chosen)
+    return Counts(**found)
 
 
 class Unavailable(Exception):
