@@ -305,25 +305,20 @@ def cases(
         for number, (command, fault) in enumerate(faults.faults(first, n)):
             yield number, words_of(command, find), b"", fault
         return
-    if kind in ("cli", "signal"):
-        for number in range(first, first + n):
-            rng = Random(f"{seed} {number}")
-            is_cli = kind == "cli"
-            yield (
-                number,
-                _arguments(rng) if is_cli else signals.arguments_of(rng, find, folder / "written/out"),
-                b"",
-                None,
-            )
-        return
-    about = KINDS[kind]
     for number in range(first, first + n):
         rng = Random(f"{seed} {number}")
-        sound = find(rng.choice(about.seeds))
-        data = about.mutate(rng, sound.read_bytes())
-        path = folder / f"case{about.suffix or sound.suffix}"
-        path.write_bytes(data)
-        yield number, words_of(rng.choice(about.commands), find, path), data, None
+        if kind == "cli":
+            yield number, _arguments(rng), b"", None
+        elif kind == "signal":
+            command = rng.choice(signals.COMMANDS).replace("OUT", str(folder / "written/out"))
+            yield number, words_of(command, find), b"", None
+        else:
+            about = KINDS[kind]
+            sound = find(rng.choice(about.seeds))
+            data = about.mutate(rng, sound.read_bytes())
+            path = folder / f"case{about.suffix or sound.suffix}"
+            path.write_bytes(data)
+            yield number, words_of(rng.choice(about.commands), find, path), data, None
 
 
 def words_of(command: str, find: Callable[[str], Path], path: Path | None = None) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
@@ -199,17 +198,9 @@ def _change_bytes(rng: Random, header: Header) -> None:
     header.patches += [(rng.random(), rng.randrange(256)) for _ in range(rng.choice((1, 2, 8, 64)))]
 
 
-CHANGES: tuple[Callable[[Random, Header], None], ...] = (
-    *(
-        _change_value,
-        _change_value,
-        _change_list,
-        _change_list,
-        _change_type,
-        _change_tensor,
-        _change_counts,
-        _change_bytes,
-    ),
+CHANGES = (
+    *(_change_value, _change_value, _change_list, _change_list),
+    *(_change_type, _change_tensor, _change_counts, _change_bytes),
 )
 
 
@@ -231,13 +222,8 @@ def benign(rng: Random, data: bytes) -> bytes:
     header = parse(data)
     for n in range(rng.randrange(4)):
         kind = rng.choice((*SCALARS, STRING, ARRAY))
-        value = {
-            STRING: b"text" * rng.randrange(99),
-            ARRAY: [rng.randrange(9)] * rng.randrange(9),
-            6: 1.5,
-            12: 2.5,
-            7: True,
-        }
+        texts: dict[int, object] = {STRING: b"text" * rng.randrange(99), ARRAY: [rng.randrange(9)] * rng.randrange(9)}
+        value = texts | {6: 1.5, 12: 2.5, 7: True}
         header.pairs.append(Pair(b"own.%d.%d" % (n, rng.randrange(99)), kind, value.get(kind, rng.randrange(100)), 5))
     for name in (b"general.name", b"general.description", b"general.license"):
         header.pairs = [pair for pair in header.pairs if pair.name != name]

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-import shlex
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
 _TARGET = "-m {tiny qwen3moe} -dev none"
-COMMANDS = (
+COMMANDS = (  # OUT: a file that it may write, without its suffix
     f"chat {_TARGET} -md none -p a -n 4000 -c 8192 --ignore-eos --raw -q",
     f"chat {_TARGET} -md {{tiny qwen3}} -p a -n 4000 -c 8192 --ignore-eos --raw -q -o json",
     f"bench {_TARGET} -md none -p 64 -n 64 -r 50 -o json",
@@ -29,12 +27,6 @@ COMMANDS = (
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LATEST_S = 4.0  # most commands compute by then, and some have ended
 _PATIENCE_S = 30.0
-
-
-def arguments_of(rng: Random, find: Callable[[str], Path], out: Path) -> list[str]:
-    """A command with the paths of its inputs; OUT is a file that it may write, without its suffix."""
-    words = shlex.split(rng.choice(COMMANDS).replace("{", "'{").replace("}", "}'"))
-    return [str(find(word[1:-1])) if word[:1] == "{" else word.replace("OUT", str(out)) for word in words]
 
 
 def run_case(rng: Random, arguments: list[str], home: Path) -> tuple[str, str]:
