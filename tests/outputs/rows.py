@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -76,12 +77,6 @@ def calls(key: str, function: Any, owner: Any) -> Iterator[dict[str, Any]]:
             yield {key: rebuilt(known[key], value) for key, value in values.items()}
 
 
+@cache
 def _load() -> dict[str, list[Any]]:
-    if not FILE.exists():
-        return {}
-    if not _LOADED:
-        _LOADED.update(json.loads(gzip.decompress(FILE.read_bytes())))
-    return _LOADED
-
-
-_LOADED: dict[str, list[Any]] = {}
+    return json.loads(gzip.decompress(FILE.read_bytes())) if FILE.exists() else {}  # type: ignore[no-any-return]
