@@ -215,18 +215,12 @@ static const char * device_get_description(ggml_backend_dev_t) {
 
 static void device_get_memory(ggml_backend_dev_t, size_t * free, size_t * total) {
     std::lock_guard<std::mutex> lock(device_lock());
-    const settings &            now = current_settings();
-    *total                          = (size_t) now.memory_bytes;
-    *free = (size_t) std::max<int64_t>(0, now.memory_bytes - now.other_bytes - allocated_bytes());
+    *total = (size_t) memory_bytes;
+    *free  = (size_t) std::max<int64_t>(0, memory_bytes - current_settings().other_bytes - allocated_bytes());
 }
 
 static enum ggml_backend_dev_type device_get_type(ggml_backend_dev_t) {
     return GGML_BACKEND_DEVICE_TYPE_GPU;
-}
-
-static bool offers_pinned() {
-    std::lock_guard<std::mutex> lock(device_lock());
-    return current_settings().pinned != 0;
 }
 
 static void device_get_props(ggml_backend_dev_t dev, ggml_backend_dev_props * props) {
@@ -237,7 +231,7 @@ static void device_get_props(ggml_backend_dev_t dev, ggml_backend_dev_props * pr
     device_get_memory(dev, &props->memory_free, &props->memory_total);
     props->caps              = {};
     props->caps.async        = true;
-    props->caps.host_buffer  = offers_pinned();
+    props->caps.host_buffer  = true;
     props->caps.events       = true;
     props->caps.mmap_support = true;
 }
@@ -251,10 +245,10 @@ static ggml_backend_t device_init_backend(ggml_backend_dev_t dev, const char *) 
     if (cpu == nullptr) {
         return nullptr;
     }
-    std::lock_guard<std::mutex> lock(device_lock());
     auto set = (ggml_backend_set_n_threads_t) ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(cpu_device()),
                                                                                 "ggml_backend_set_n_threads");
-    set(cpu, (int) current_settings().threads);
+    set(cpu, 1);
+    std::lock_guard<std::mutex> lock(device_lock());
     auto * self = new instance{ {}, cpu };
     return new ggml_backend{ backend_guid(), backend_i, dev, self };
 }
@@ -264,7 +258,7 @@ static ggml_backend_buffer_type_t device_get_buffer_type(ggml_backend_dev_t) {
 }
 
 static ggml_backend_buffer_type_t device_get_host_buffer_type(ggml_backend_dev_t) {
-    return offers_pinned() ? pinned_buffer_type() : nullptr;
+    return pinned_buffer_type();
 }
 
 static bool device_supports_op(ggml_backend_dev_t, const ggml_tensor * op) {

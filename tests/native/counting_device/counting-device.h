@@ -11,10 +11,7 @@
 //
 // Settings: counting_set(name, value) at any time, or COUNTING_NAME=value in the environment when the library is loaded.
 //   defer             1: execute as late as allowed. 0 (default): at once
-//   threads           of each inner CPU backend (default 1); for instances made afterwards
-//   pinned            0: the device offers no pinned host memory. 1 (default)
-//   memory_bytes      size of the device's memory (default 8 GiB); an allocation that does not fit fails
-//   other_bytes       of it, taken by other programs (default 0)
+//   other_bytes       of the device's 8 GiB, taken by other programs (default 0); an allocation that does not fit fails
 //   max_buffer_bytes  largest single buffer (default: no limit)
 //   fail_graph        n > 0: the n-th graph from now on fails (default 0: none)
 //   fail_mode         what a failing graph does: 0 (default) GGML_STATUS_FAILED once; 1 from then on; 2 ends the process, as
@@ -45,7 +42,6 @@ enum counting_kind {
     COUNTING_GRAPH,        // a graph launch
     COUNTING_ALLOC,        // of a device buffer
     COUNTING_FREE,
-    COUNTING_N_KINDS,
 };
 
 enum counting_flags {

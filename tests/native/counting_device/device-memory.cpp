@@ -137,9 +137,8 @@ static const char * buft_get_name(ggml_backend_buffer_type_t) {
 
 static ggml_backend_buffer_t buft_alloc_buffer(ggml_backend_buffer_type_t buft, size_t size) {
     std::lock_guard<std::mutex> lock(device_lock());
-    const settings &            now  = current_settings();
-    const bool                  fits = (int64_t) size <= now.memory_bytes - now.other_bytes - allocated_bytes();
-    auto *                      memory = new device_memory{ nullptr, nullptr, std::max<size_t>(size, 1) };
+    const bool fits   = (int64_t) size <= memory_bytes - current_settings().other_bytes - allocated_bytes();
+    auto *     memory = new device_memory{ nullptr, nullptr, std::max<size_t>(size, 1) };
     if (fits) {
         memory->address = (char *) map(memory->size, PROT_NONE);
         memory->storage = (char *) map(memory->size, PROT_READ | PROT_WRITE);

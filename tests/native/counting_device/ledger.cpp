@@ -18,9 +18,6 @@ struct setting_entry {
 
 static constexpr setting_entry entries[] = {
     { "defer", &settings::defer },
-    { "threads", &settings::threads },
-    { "pinned", &settings::pinned },
-    { "memory_bytes", &settings::memory_bytes },
     { "other_bytes", &settings::other_bytes },
     { "max_buffer_bytes", &settings::max_buffer_bytes },
     { "fail_graph", &settings::fail_graph },

@@ -11,11 +11,10 @@
 
 namespace counting {
 
+static constexpr int64_t memory_bytes = 8ll << 30; // of the device
+
 struct settings {
     int64_t defer            = 0;
-    int64_t threads          = 1;
-    int64_t pinned           = 1;
-    int64_t memory_bytes     = 8ll << 30;
     int64_t other_bytes      = 0;
     int64_t max_buffer_bytes = INT64_MAX;
     int64_t fail_graph       = 0;
