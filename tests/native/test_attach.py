@@ -7,6 +7,7 @@ import importlib.metadata
 import re
 import shutil
 import subprocess
+from ctypes import c_char_p, c_size_t
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from tests.conftest import TinyFactory
 from tests.native.conftest import printed
 from tests.support.cases import ATTENTION_CASES, SLOW_CASES, case_model
 from tests.support.commands import run
+from tests.support.raw_ggml import ggml
 from tests.support.stock import StockContext, transcript
 
 
@@ -26,10 +28,9 @@ def test_attach_twice_registers_one_device() -> None:
     native.attach()
     native.load().moeedge_register()
     engine_library.start()
-    count = engine_library.ggml_function("ggml_backend_dev_count", ctypes.c_size_t)
-    get = engine_library.ggml_function("ggml_backend_dev_get", ctypes.c_void_p, ctypes.c_size_t)
-    name = engine_library.ggml_function("ggml_backend_dev_name", ctypes.c_char_p, ctypes.c_void_p)
-    assert [name(get(i)) for i in range(count())].count(b"MOEEDGE") == 1
+    n_devices = ggml("ggml_backend_dev_count", result=c_size_t)
+    handles = [ggml("ggml_backend_dev_get", c_size_t(i)) for i in range(n_devices)]
+    assert [ggml("ggml_backend_dev_name", handle, result=c_char_p) for handle in handles].count(b"MOEEDGE") == 1
     found = native.devices()  # without ours
     assert [device.kind for device in found].count("CPU") == 1
     assert "MOEEDGE" not in [device.name for device in found]
@@ -38,20 +39,15 @@ def test_attach_twice_registers_one_device() -> None:
 @pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").is_dir(), reason="the system has no large pages")
 def test_large_buffers_are_in_large_pages() -> None:
     native.attach()
-    function = engine_library.ggml_function
-    cpu = function("ggml_backend_cpu_buffer_type", ctypes.c_void_p)()
-    allocate = function("ggml_backend_buft_alloc_buffer", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-    base = function("ggml_backend_buffer_get_base", ctypes.c_void_p, ctypes.c_void_p)
-    free = function("ggml_backend_buffer_free", None, ctypes.c_void_p)
-    buffer = allocate(cpu, 8 << 20)
+    buffer = ggml("ggml_backend_buft_alloc_buffer", ggml("ggml_backend_cpu_buffer_type"), c_size_t(8 << 20))
     assert buffer
-    middle, is_inside, advised = base(buffer) + (4 << 20), False, False
+    middle, is_inside, advised = ggml("ggml_backend_buffer_get_base", buffer) + (4 << 20), False, False
     for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
         if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
             is_inside = int(found[1], 16) <= middle < int(found[2], 16)
         elif is_inside and line.startswith("VmFlags:"):
             advised = "hg" in line.split()
-    free(buffer)
+    ggml("ggml_backend_buffer_free", buffer, result=None)
     assert advised
 
 
@@ -128,9 +124,9 @@ def test_stock_program_loads_us_by_environment(tiny: TinyFactory, tmp_path: Path
     paths = [case_model(tiny, case) for case in ATTENTION_CASES if case not in SLOW_CASES]
     paths += [tiny("qwen3"), tiny("llama", experts=0)]
     results = []
-    for module in ("tests.support.stock", "tests.support.plugin_host"):
-        out = tmp_path / f"{module}.npz"
-        printed("-m", module, out, 1, *paths, GGML_BACKEND_PATH=str(native.library_path()))
+    for library in ("", str(native.library_path())):
+        out = tmp_path / "rows.npz"
+        printed("-m", "tests.support.stock", out, 1, *paths, GGML_BACKEND_PATH=library)
         with np.load(out) as rows:
             results.append(dict(rows))
     stock, ours = results

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +19,7 @@ from moeedge.native import CAPTURED_TOKENS, ActivationCapture, Block, CaptureFla
 from moeedge.native.abi import Phase
 from tests.conftest import TinyFactory
 from tests.support.cases import MOE_CASES, case_model
-from tests.support.stock import StockContext
+from tests.support.stock import GgmlTensor, StockContext, read_tensor
 
 TOKENS = np.random.default_rng(5).integers(0, 256, 9).tolist()
 QUICK = {"qwen3moe", "mixtral", "deepseek3", "gpt-oss"}
@@ -197,21 +196,14 @@ def stock_outputs(path: Path) -> dict[int, NDArray[np.float32]]:
     """Each layer's sum over the experts, float32 [n_tokens, n_embd], read by llama.cpp's eval callback."""
     found: dict[int, NDArray[np.float32]] = {}
     library.start()
-    output = b"ffn_moe_out-"  # llama.cpp's name of the sum over a token's experts
-    name_of = library.ggml_function("ggml_get_name", ctypes.c_char_p, ctypes.c_void_p)
-    n_bytes = library.ggml_function("ggml_nbytes", ctypes.c_size_t, ctypes.c_void_p)
-    copy = library.ggml_function(
-        "ggml_backend_tensor_get", None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t
-    )
 
     def callback(tensor: int, ask: bool, _user: object) -> bool:
-        name = name_of(tensor)
-        if not name.startswith(output) or not name[len(output) :].isdigit():  # views have more after the number
+        view = GgmlTensor.from_address(tensor)
+        name, _, layer = view.name.decode().rpartition("-")
+        if name != "ffn_moe_out" or not layer.isdecimal():  # views have more after the number
             return not ask
         if not ask:
-            rows = np.empty(n_bytes(tensor) // 4, dtype=np.float32)
-            copy(tensor, rows.ctypes.data, 0, rows.nbytes)
-            found[int(name[len(output) :])] = rows.reshape(len(OUTPUT_TOKENS), -1)
+            found[int(layer)] = read_tensor(view, np.float32)
         return True
 
     with StockContext(path, callback=callback) as stock:

@@ -232,7 +232,7 @@ class RouterTap:
 
     def __call__(self, tensor: int, ask: bool, user_data: int | None) -> bool:
         """ggml_backend_sched_eval_callback: asked first whether the tensor is wanted, then called with its data."""
-        view = ctypes.cast(tensor, ctypes.POINTER(GgmlTensor)).contents
+        view = GgmlTensor.from_address(tensor)
         name, _, layer = view.name.decode().rpartition("-")
         if not layer.isdecimal() or (name != "ffn_moe_topk" and name not in self.WEIGHT_NAMES):
             return not ask  # views of these tensors are called "... (reshaped)"
@@ -245,9 +245,11 @@ class RouterTap:
         if self._layer in self._done or (name == "ffn_moe_topk" and self._layer in self._begun):
             self._done.add(self._layer)
         elif name == "ffn_moe_topk":
-            self.ids[int(layer)] = _read(view, np.int32)  # a view on the full argsort: rows are further apart than long
+            self.ids[int(layer)] = read_tensor(
+                view, np.int32
+            )  # a view on the full argsort: rows are further apart than long
         else:
-            values = _read(view, np.float32)
+            values = read_tensor(view, np.float32)
             self.weights[int(layer)] = values.reshape(-1, self.ids[int(layer)].shape[1])
             self._begun.add(self._layer)
         return True
@@ -272,7 +274,7 @@ class GgmlTensor(ctypes.Structure):
     )
 
 
-def _read(tensor: GgmlTensor, dtype: type[np.generic]) -> np.ndarray:
+def read_tensor(tensor: GgmlTensor, dtype: type[np.generic]) -> np.ndarray:
     """A copy of a host tensor of up to three dimensions, [ne2, ne1, ne0] with ones dropped from the left."""
     ne, nb = list(tensor.ne), list(tensor.nb)
     size = sum((n - 1) * stride for n, stride in zip(ne, nb, strict=True)) + nb[0]
@@ -308,14 +310,42 @@ def transcript(context: StockContext, *, seed: int = 1) -> np.ndarray:
     return np.concatenate(rows)
 
 
+class _Stats(ctypes.Structure):
+    """struct moeedge_sensor_stats of include/moeedge.h."""
+
+    _fields_ = (
+        ("graphs", ctypes.c_int64),
+        ("blocks", ctypes.c_int64),
+        ("sense_s", ctypes.c_double),
+        ("compute_s", ctypes.c_double),
+    )
+
+
 def main(arguments: list[str]) -> None:
-    """python -m tests.support.stock OUT.npz THREADS MODEL...: transcripts by a process that never loads our library."""
+    """python -m tests.support.stock OUT.npz THREADS MODEL...: transcripts by a program that never imports moeedge.
+
+    With GGML_BACKEND_PATH it loads our library by that alone, and `graphs` has the number of graphs or parts of graphs
+    that our backend computed of each model.
+    """
     silence()
     out, n_threads, *paths = arguments
-    rows = {}
+    rows: dict[str, Any] = {}
+    ours = None
+    library = os.environ.get("GGML_BACKEND_PATH", "")
+    if "moeedge" in Path(library).name:
+        llama_cpp.llama_cpp._lib.ggml_backend_load_all()
+        _ggml("ggml_backend_dev_by_name", b"MOEEDGE")
+        ours = ctypes.CDLL(library)
+        ours.moeedge_newest_instance.restype = ctypes.c_int64
+        rows["graphs"] = []
     for path in paths:
         with StockContext(Path(path), n_threads=int(n_threads), n_ubatch=32) as context:
             rows[Path(path).stem] = transcript(context)
+            if ours is not None:
+                stats, instance = _Stats(), ctypes.c_int64(ours.moeedge_newest_instance())
+                assert ours.moeedge_instance_get_stats(instance, ctypes.byref(stats)) == 0
+                rows["graphs"].append(stats.graphs)
+    assert ours is None or ours.moeedge_live_instances() == 0, "every context freed its instance"
     assert not any(name.partition(".")[0] == "moeedge" for name in sys.modules), "the reference must be stock"
     np.savez(out, **rows)
 
