@@ -4,28 +4,18 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import shutil
 import subprocess
-import sys
 import xml.etree.ElementTree
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.gpu import micro
+from tests.support.commands import run_script
 
-SCRIPT = Path(__file__).parent / "run_gpu_checks.sh"
-
-
-def run(*arguments: str, timeout_s: float = 60, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["bash", str(SCRIPT), *arguments],
-        env=os.environ | {"PYTHON": sys.executable} | environment,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-    )
+run = partial(run_script, Path(__file__).parent / "run_gpu_checks.sh")
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="needs shellcheck")

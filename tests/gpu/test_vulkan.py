@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,15 +11,9 @@ import pytest
 from tests.gpu.vulkan_cases import ALL_LAYERS, MODELS, all_cases, fuzz_cases, slice_cases
 from tests.gpu.vulkan_checks import SCHEMA, SKIPPED
 from tests.support import vulkan
+from tests.support.commands import run_script
 
-SCRIPT = Path(__file__).parent / "run_vulkan_checks.sh"
-
-
-def script(*arguments: str, timeout_s: float = 60, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHON": sys.executable} | variables
-    return subprocess.run(
-        ["bash", str(SCRIPT), *arguments], env=environment, capture_output=True, text=True, timeout=timeout_s
-    )
+script = partial(run_script, Path(__file__).parent / "run_vulkan_checks.sh")
 
 
 def test_help_and_skip(tmp_path: Path) -> None:

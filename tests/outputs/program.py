@@ -19,6 +19,7 @@ from typing import Any
 from typer.testing import CliRunner
 
 from tests.outputs.values import compact, plain
+from tests.support.commands import all_commands
 
 _KEPT = (
     "PATH",
@@ -39,15 +40,7 @@ class Captured(Exception):
 
 def commands() -> dict[str, Any]:
     """Every command by its name, "lab trace info" for one of a group."""
-    app = import_module("moeedge.cli.app")
-    found: dict[str, Any] = {}
-    for name in app.COMMANDS:
-        command = load(name)
-        if isinstance(command, app.LazyGroup):
-            continue
-        inner = getattr(command, "commands", None)
-        found |= {name: command} if inner is None else {f"{name} {key}": value for key, value in inner.items()}
-    return found
+    return all_commands(load)
 
 
 @cache

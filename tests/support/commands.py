@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,6 +41,15 @@ def refused(*arguments: object, piped: str = "") -> str:
     return " ".join(result.stderr.split())
 
 
+def run_script(
+    script: Path, *arguments: str, timeout_s: float = 60, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """`bash SCRIPT ARGUMENTS` with this Python."""
+    environment = os.environ | {"PYTHON": sys.executable} | variables
+    command = ["bash", str(script), *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s)
+
+
 @cache
 def reference() -> str:
     """The command reference, as a process of its own prints it: it adds to the help texts of the commands."""
@@ -45,11 +57,11 @@ def reference() -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def all_commands() -> dict[str, Any]:
+def all_commands(load: Callable[[str], Any] = load_command) -> dict[str, Any]:
     """Every command by its name, those of groups as "lab trace info"."""
     found: dict[str, Any] = {}
     for name in COMMANDS:
-        command = load_command(name)
+        command = load(name)
         if isinstance(command, LazyGroup):  # its commands have names of their own
             continue
         inner = getattr(command, "commands", None)
