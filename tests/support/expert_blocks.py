@@ -234,8 +234,3 @@ def spread_experts(chosen: NDArray[np.int64], n_tokens: int, n_used: int) -> NDA
         raise ValueError(f"{n_tokens} tokens cannot use {len(chosen)} experts")
     places = np.arange(n_tokens * n_used) % len(chosen)
     return chosen[places].reshape(n_tokens, n_used).astype(np.int32)
-
-
-def nmse(found: NDArray[np.float32], reference: NDArray[np.float32]) -> float:
-    """Mean square of the difference over that of the reference."""
-    return float(np.mean((found - reference) ** 2) / np.mean(reference**2))

@@ -245,9 +245,8 @@ class RouterTap:
         if self._layer in self._done or (name == "ffn_moe_topk" and self._layer in self._begun):
             self._done.add(self._layer)
         elif name == "ffn_moe_topk":
-            self.ids[int(layer)] = read_tensor(
-                view, np.int32
-            )  # a view on the full argsort: rows are further apart than long
+            # a view on the full argsort: rows are further apart than long
+            self.ids[int(layer)] = read_tensor(view, np.int32)
         else:
             values = read_tensor(view, np.float32)
             self.weights[int(layer)] = values.reshape(-1, self.ids[int(layer)].shape[1])
