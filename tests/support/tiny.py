@@ -22,7 +22,6 @@ from moeedge.llama import library
 from tests.support.tiny_shapes import TensorSpec, TinyDims, metadata, tensors
 
 BLOCK = 32  # weights per block of Q4_0, Q8_0 and MXFP4
-BLOCK_BYTES = {"Q4_0": 18, "Q8_0": 34, "MXFP4": 17}
 # standard deviations of uniformly random codes at scale 1: 4 bits in -8..7, 8 bits in -128..127, 4 bits of E2M1 doubled
 CODE_STD = {"Q4_0": 4.637, "Q8_0": 73.9, "MXFP4": 5.852}
 
@@ -106,7 +105,8 @@ def write_model(path: Path, arch: str, dims: TinyDims, *, seed: int) -> None:
     writer = gguf.GGUFWriter(path, arch)
     writer.add_name(f"tiny {arch}, random weights, seed {seed}")
     for key, value in metadata(arch, dims).items():
-        _add_value(writer, f"{arch}.{key}", value)
+        kind = gguf.GGUFValueType.UINT32 if type(value) is int else gguf.GGUFValueType.get_type(value)
+        writer.add_key_value(f"{arch}.{key}", value, kind)
     add_vocabulary(writer, dims.vocab, mask=dims.mask if arch == "dflash" else -1)
     specs = list(tensors(arch, dims))
     for spec in specs:
@@ -134,7 +134,7 @@ def draw_tensor(spec: TensorSpec, seed: int) -> np.ndarray:
         return np.sort(rng.choice(N_VOCAB, spec.shape, replace=False)).astype(np.int64)
     if spec.type in QUANTIZED:
         return quantized(rng, spec)
-    if spec.type in BLOCK_BYTES:
+    if spec.type in CODE_STD:
         if spec.shape[-1] % BLOCK:
             raise ValueError(f"{spec.name}: rows of {spec.shape[-1]} weights are no multiple of {BLOCK}")
         return draw_blocks(rng, spec)
@@ -167,7 +167,7 @@ def quantized(rng: np.random.Generator, spec: TensorSpec) -> np.ndarray:
 def draw_blocks(rng: np.random.Generator, spec: TensorSpec) -> np.ndarray:
     """Random codes under scales that differ from block to block: uint8 [n_blocks, block bytes]."""
     n_blocks = int(np.prod(spec.shape)) // BLOCK
-    blocks = np.frombuffer(rng.bytes(n_blocks * BLOCK_BYTES[spec.type]), np.uint8).reshape(n_blocks, -1).copy()
+    blocks = np.frombuffer(rng.bytes(_n_bytes(spec)), np.uint8).reshape(n_blocks, -1).copy()
     scale = spec.std / CODE_STD[spec.type]
     if spec.type == "MXFP4":  # a power of two, biased by 128 because the codes count halves
         blocks[:, 0] = 128 + np.rint(np.log2(scale)).astype(int) + rng.integers(-1, 2, n_blocks)
@@ -178,23 +178,5 @@ def draw_blocks(rng: np.random.Generator, spec: TensorSpec) -> np.ndarray:
 
 
 def _n_bytes(spec: TensorSpec) -> int:
-    n_weights = int(np.prod(spec.shape))
-    if spec.type in QUANTIZED:
-        block, n_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[spec.type]]
-        return n_weights // block * n_bytes
-    if spec.type in BLOCK_BYTES:
-        return n_weights // BLOCK * BLOCK_BYTES[spec.type]
-    return n_weights * {"F16": 2, "I64": 8}.get(spec.type, 4)
-
-
-def _add_value(writer: gguf.GGUFWriter, key: str, value: object) -> None:
-    if isinstance(value, bool):
-        writer.add_bool(key, value)
-    elif isinstance(value, int):
-        writer.add_uint32(key, value)
-    elif isinstance(value, float):
-        writer.add_float32(key, value)
-    elif isinstance(value, list):
-        writer.add_array(key, value)
-    else:
-        raise TypeError(f"{key}: {type(value).__name__} is no metadata type in use here")
+    block, n_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[spec.type]]
+    return int(np.prod(spec.shape)) // block * n_bytes
