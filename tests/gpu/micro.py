@@ -14,7 +14,6 @@ import argparse
 import ctypes
 import json
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -28,6 +27,7 @@ import numpy as np
 from moeedge import native
 from moeedge.hardware.provenance import read_provenance
 from tests.support.raw_ggml import F32, I32, Q4_K, Graph, Queue, ggml
+from tests.support.threads import meanwhile
 
 SCHEMA = "moeedge-gpu-micro-1"
 INPUT_BYTES, IDS_BYTES = 2048 * 4, 128 * 4  # a token's input of a layer, and its sorted experts
@@ -98,20 +98,15 @@ def traffic(name: str, chunk_bytes: int) -> Iterator[None]:
     source = mover.pinned(chunk_bytes)
     memory = (c_uint8 * chunk_bytes)()
     address = source or ctypes.addressof(memory)
-    stop = threading.Event()
 
     def move() -> None:
-        while not stop.is_set():
-            mover.copy("set", target, address, chunk_bytes, queued=source is not None)
-            mover.synchronize()
+        mover.copy("set", target, address, chunk_bytes, queued=source is not None)
+        mover.synchronize()
 
-    thread = threading.Thread(target=move)
-    thread.start()
     try:
-        yield
+        with meanwhile(move):
+            yield
     finally:
-        stop.set()
-        thread.join()
         mover.close()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 import random
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ from tests.support.experts import acquire, ask, assert_bytes, model_experts, rel
 from tests.support.hybrid import MANY_EXPERTS
 from tests.support.hybrid_driver import churn
 from tests.support.ram_driver import decode, ram_context
+from tests.support.threads import meanwhile
 
 N_LAYERS, N_EXPERTS = 4, 64
 
@@ -91,30 +91,18 @@ def test_answers_are_the_same_while_the_limit_changes(tiny: TinyFactory) -> None
     path = tiny("qwen3moe", experts=MANY_EXPERTS)
     with ram_context(path, 1.0) as (context, _cache):
         expected = decode(context)
-    failures: list[BaseException] = []
-    stop = threading.Event()
     numbers = random.Random(3)
     with ram_context(path, 0.5) as (context, cache):
         most = cache.info.n_slots
 
         def change() -> None:
-            try:
-                while not stop.wait(0.002):
-                    cache.limit(numbers.randint(1, most))
-            except BaseException as error:
-                failures.append(error)
+            cache.limit(numbers.randint(1, most))
+            time.sleep(0.002)
 
-        thread = threading.Thread(target=change)
-        with churn(cache, seed=4):
-            thread.start()
-            try:
-                for _ in range(8):
-                    assert all(map(np.array_equal, decode(context), expected))
-            finally:
-                stop.set()
-                thread.join()
-            assert not failures
-            assert cache.stats().pinned == 0 and cache.stats().failed == 0
+        with churn(cache, seed=4), meanwhile(change):
+            for _ in range(8):
+                assert all(map(np.array_equal, decode(context), expected))
+        assert cache.stats().pinned == 0 and cache.stats().failed == 0
         # only now: while plans keep coming the cache need not become idle
         assert cache.drain(10.0)
         assert cache.stats().slots_used <= cache.info.n_slots
@@ -158,24 +146,17 @@ def test_what_is_on_its_way_goes_as_it_arrives(wide: Path) -> None:
 def stalls(cache: ExpertCache, n_slots: int) -> list[float]:
     """Seconds of each use of experts, by another thread, that began and ended within cache.limit(n_slots)."""
     spans: list[tuple[float, float]] = []
-    begun, ended = threading.Event(), threading.Event()
 
     def use() -> None:
-        begun.set()
-        while not ended.is_set():
-            start_s = time.perf_counter()
-            release(cache, 3, acquire(cache, 3, range(4)))
-            spans.append((start_s, time.perf_counter()))
-            time.sleep(0.0005)
+        start_s = time.perf_counter()
+        release(cache, 3, acquire(cache, 3, range(4)))
+        spans.append((start_s, time.perf_counter()))
+        time.sleep(0.0005)
 
-    thread = threading.Thread(target=use)
-    thread.start()
-    begun.wait()
-    start_s = time.perf_counter()
-    cache.limit(n_slots)
-    end_s = time.perf_counter()
-    ended.set()
-    thread.join()
+    with meanwhile(use):
+        start_s = time.perf_counter()
+        cache.limit(n_slots)
+        end_s = time.perf_counter()
     return [end - start for start, end in spans if start > start_s and end < end_s]
 
 

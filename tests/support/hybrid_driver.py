@@ -6,7 +6,6 @@ MOEEDGE_LIBRARY=libmoeedge.so LD_PRELOAD=libtsan.so python -m tests.support.hybr
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -20,6 +19,7 @@ from moeedge.native.abi import PrefillPath
 from moeedge.native.cache import ExpertCache
 from tests.support.hybrid import RandomPlans, hybrid_context
 from tests.support.stock import StockContext, transcript
+from tests.support.threads import meanwhile
 
 TOLERANCE = 5e-3  # of the largest logit, where the CPU's side computes with repacked weights
 N_ROUNDS = 6
@@ -28,26 +28,9 @@ N_ROUNDS = 6
 @contextmanager
 def churn(cache: ExpertCache, seed: int) -> Iterator[None]:
     """Push random plans from another thread while the body runs; small ones, so that experts are evicted soon."""
-    stop = threading.Event()
-    failures: list[BaseException] = []
-
-    def move() -> None:
-        try:
-            plans = RandomPlans(cache, seed)
-            while not stop.is_set():
-                plans.push(4)
-        except BaseException as error:  # a thread's exception would not fail the caller
-            failures.append(error)
-
-    mover = threading.Thread(target=move)
-    mover.start()
-    try:
+    plans = RandomPlans(cache, seed)
+    with meanwhile(lambda: plans.push(4)):
         yield
-    finally:
-        stop.set()
-        mover.join()
-    if failures:
-        raise failures[0]
 
 
 def load(cache: ExpertCache, block: Block) -> None:
