@@ -24,7 +24,7 @@ from tests.support.cases import SLOW_CASES
 from tests.support.counting import CountingDevice, Unavailable, compile_device, counting_device
 from tests.support.machine import Here
 from tests.support.stock import NO_AMX
-from tests.support.tiny import make_tiny
+from tests.support.tiny import tiny_factory
 from tests.support.worker import WorkerProcess, start_worker
 
 
@@ -102,16 +102,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyFactory:
     """Makes tiny random-weight models; see tests/support/tiny.py for architectures and dimensions."""
-    folder = tmp_path_factory.mktemp("tiny")
-    made: dict[tuple[object, ...], Path] = {}
-
-    def make(arch: str, *, seed: int = 0, **overrides: Any) -> Path:
-        key = (arch, seed, *sorted(overrides.items()))
-        if key not in made:
-            made[key] = make_tiny(arch, folder, seed=seed, **overrides)
-        return made[key]
-
-    return make
+    return tiny_factory(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="session")

@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from itertools import islice
@@ -40,10 +40,10 @@ from moeedge.llama.gguf_file import expert_bytes, expert_tensors
 from moeedge.native.abi import DevicePath, PrefillPath
 from moeedge.policies.registry import POLICIES
 from moeedge.records import as_dict
-from tests.support.cases import MOE_CASES, RARE_CASES
+from tests.support.cases import MOE_CASES, RARE_CASES, case_model
 from tests.support.hybrid import AlternatingCache, assert_greedy, greedy_answer, hybrid_config, random_prompt
 from tests.support.stock import StockContext
-from tests.support.tiny import make_tiny
+from tests.support.tiny import tiny_factory
 
 SCHEMA = "moeedge-greedy-soak-1"
 N_CTX, N_PREDICT, N_ANSWERS = 512, 64, 16
@@ -78,25 +78,11 @@ def settings_of(seed: int, device: str | None) -> dict[str, Any]:
     }
 
 
-class Models:
-    """The files of the cases, each made once."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._made: dict[tuple[str, int], Path] = {}
-
-    def find(self, name: str, weights: int) -> Path:
-        """The model of a case, or `draft`."""
-        arch, dimensions = ("qwen3", {"layers": 1}) if name == "draft" else (MOE_CASES | RARE_CASES)[name]
-        if (name, weights) not in self._made:
-            self._made[name, weights] = make_tiny(arch, self._folder, seed=weights, **dimensions)
-        return self._made[name, weights]
-
-
-def config_of(settings: dict[str, Any], models: Models) -> EngineConfig:
+def config_of(settings: dict[str, Any], tiny: Callable[..., Path]) -> EngineConfig:
     """The session of a case."""
-    path = models.find(settings["model"], settings["weights"])
-    draft = {"model": models.find("draft", settings["weights"]), "none": None}.get(settings["draft"], settings["draft"])
+    path = case_model(tiny, settings["model"], seed=settings["weights"])
+    own_draft = tiny("qwen3", seed=settings["weights"], layers=1)
+    draft = {"model": own_draft, "none": None}.get(settings["draft"], settings["draft"])
     config = hybrid_config(
         path,
         draft,
@@ -117,10 +103,10 @@ def config_of(settings: dict[str, Any], models: Models) -> EngineConfig:
     )
 
 
-def run_case(seed: int, device: str | None, models: Models) -> dict[str, Any]:
+def run_case(seed: int, device: str | None, tiny: Callable[..., Path]) -> dict[str, Any]:
     """The line of a case: its settings, how many tokens were compared, how many answers had near-ties, its failures."""
     settings = settings_of(seed, device)
-    config = config_of(settings, models)
+    config = config_of(settings, tiny)
     found: dict[str, Any] = {"seed": seed, **settings, "tokens": 0, "tied": 0, "failures": []}
     rng, sizes = np.random.default_rng(seed), {"n_ctx": N_CTX, "n_batch": N_CTX, "n_ubatch": config.n_ubatch}
     is_plain = settings["in_ram"] > 0  # a file that is mapped is not repacked
@@ -159,12 +145,12 @@ def run_cases(seeds: list[int], device: str | None) -> None:
     """In a process of its own: prints the lines of cases."""
     library.start()
     with tempfile.TemporaryDirectory(prefix="moeedge-soak-") as folder:
-        models = Models(Path(folder))
+        tiny = tiny_factory(Path(folder))
         for seed in seeds:
             start_s = time.monotonic()
             signal.alarm(LIMIT_S)
             try:
-                line = run_case(seed, device, models)
+                line = run_case(seed, device, tiny)
             except InputError as error:
                 line = {"seed": seed, **settings_of(seed, device), "refused": error.message}
             print(json.dumps(line | {"seconds": round(time.monotonic() - start_s, 1)}), flush=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import zlib
+from collections.abc import Callable
 from ctypes import c_int, c_int64, c_size_t, c_void_p
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,19 @@ def make_tiny(arch: str, folder: Path, *, seed: int = 0, quant: str = "", **over
     path = folder / f"tiny-{arch}-{seed}{marks}.gguf"
     write_model(path, arch, dims, seed=seed)
     return path
+
+
+def tiny_factory(folder: Path) -> Callable[..., Path]:
+    """`make_tiny` with that folder, which writes each model once."""
+    made: dict[tuple[object, ...], Path] = {}
+
+    def make(arch: str, *, seed: int = 0, **overrides: Any) -> Path:
+        key = (arch, seed, *sorted(overrides.items()))
+        if key not in made:
+            made[key] = make_tiny(arch, folder, seed=seed, **overrides)
+        return made[key]
+
+    return make
 
 
 def quantize_file(plain: Path, path: Path, quant: str) -> None:
