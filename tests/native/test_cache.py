@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -384,3 +386,43 @@ def test_bad_plans_change_nothing(experts: ExpertFile) -> None:
         assert cache.stats().plans == 0
         assert acquire(cache, 9, [0, 1]).tolist() == [-1, -1]
         assert acquire(cache, 0, [-1, 8]).tolist() == [-1, -1]
+
+
+SHORT_OF_MEMORY = """\
+import resource, sys
+from pathlib import Path
+from moeedge import native
+from moeedge.native.cache import ExpertCache
+from tests.support.experts import ask, assert_bytes, write_experts
+
+native.attach()
+folder = Path(sys.argv[1])
+model = write_experts(folder / "many.bin", n_layers=2, n_experts=512, width=512, sparse=True)  # 2 GiB of experts
+huge = write_experts(folder / "huge.bin", n_layers=1, n_experts=1, width=1 << 15, sparse=True)  # 8 GiB
+used_kib = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmSize"))
+limit = used_kib * 1024 + (400 << 20)
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+with ExpertCache(model.config(1.0)) as cache:
+    assert 20 < cache.info.n_slots < 200 and cache.info.slots_wanted == 1024, cache.info
+    assert cache.info.pool_bytes < 400 << 20
+    ask(cache, model.everything)
+    assert cache.drain(60)
+    assert assert_bytes(cache, model) == cache.info.n_slots
+try:
+    ExpertCache(huge.config(1.0))
+except Exception as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits and reads the address space as Linux does")
+def test_short_memory_gives_fewer_slots_or_an_error(tmp_path: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", SHORT_OF_MEMORY, str(tmp_path)],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("The device emulated has no memory for even one expert")
