@@ -28,7 +28,7 @@ from moeedge.errors import EngineError
 from moeedge.lab.sim.execution import Execution
 from moeedge.lab.sim.noisy_predictor import PredictorAccuracy
 from moeedge.lab.sim.step_costs import measured_costs
-from moeedge.lab.traces.schedule import as_computed
+from moeedge.lab.traces.schedule import cut_schedule, recorded_schedule
 from moeedge.llama.model import Model
 from moeedge.policies.base import CacheShape, PolicyConfig
 from moeedge.policies.cost_model import CostModel
@@ -177,8 +177,9 @@ def _simulate(
         PolicyConfig(gamma=combination.gamma, cap=base.placement.utility_cap, cost_model=cost_model),
     )
     loads = base.placement.execution.misses == "load"
+    schedule = recorded_schedule(last.trace) or cut_schedule(last.trace, gamma=0)
     time = Execution(
-        *(costs, last.shape, policy, as_computed(last.trace).batches()),
+        *(costs, last.shape, policy, list(schedule.batches())),
         accuracy=PredictorAccuracy(),
         execution_model=replace(policy.execution_model, device_only=loads, layerwise=False),
         warm_steps=last.warm_steps,

@@ -29,7 +29,6 @@ from moeedge.lab.sim.replay import (
     ReplayConfig,
     ReplayInput,
     ReplaySetting,
-    batches_of,
     lacks_predictor,
     replay_arms,
     setting_of,
@@ -220,7 +219,7 @@ def _panel(
 ) -> CurvePanel:
     schedule = given.schedule
     unit_of, unit = _units(schedule)
-    by_batch = [0 if batch.prefill else int(batch.counts.sum()) for batch in batches_of(schedule)]
+    by_batch = [0 if batch.prefill else int(batch.counts.sum()) for batch in schedule.batches()]
     pairs = _by_unit(np.array(by_batch), unit_of)
     weights = bootstrap_weights(pairs.size, RESAMPLES, config.seed)
     resampled_pairs = np.maximum(weights @ pairs, 1.0)

@@ -5,7 +5,7 @@ All policies and cache ratios go through the trace together, batch by batch: win
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -18,7 +18,7 @@ from moeedge.hardware.provenance import Provenance
 from moeedge.lab.sim.expert_budgets import BudgetedTrace
 from moeedge.lab.sim.noisy_predictor import NO_PREDICTOR, NoisyPredictor, PredictorAccuracy
 from moeedge.lab.sim.policy_replay import BoundReplay, NextUse, PolicyReplay, ReplayStats
-from moeedge.lab.traces.schedule import AcceptanceSource, Batch, Schedule, cache_shape
+from moeedge.lab.traces.schedule import AcceptanceSource, Schedule, cache_shape
 from moeedge.policies.base import PolicyConfig
 from moeedge.policies.cost_model import CostModel
 from moeedge.policies.expert_budget import ExpertBudget, budget_record
@@ -188,7 +188,7 @@ def replay_arms(
     progress.phase("reading ahead")
     for budget in dict.fromkeys(arm.budget for arm in arms if arm.policy == "belady"):
         uncounted = BudgetedTrace(schedule.trace, budget)
-        next_use[budget] = NextUse(uncounted.limited(batch) for batch in batches_of(schedule))
+        next_use[budget] = NextUse(uncounted.limited(batch) for batch in schedule.batches())
     replays: list[PolicyReplay | BoundReplay] = []
     for arm in arms:
         if arm.policy in BOUNDS:
@@ -200,7 +200,7 @@ def replay_arms(
     popularity = profile_of(schedule).astype(np.float64) if any(sources) else np.zeros((0, 0))
     predictor = NoisyPredictor(popularity, config.accuracy, config.seed)
     progress.phase("replaying")
-    for batch in batches_of(schedule):
+    for batch in schedule.batches():
         predictions = predictor.predict(batch.ids) if any(sources) and not batch.prefill else None
         limited = {budget: trace.limited(batch) for budget, trace in budgeted.items()}
         for arm, source, arm_replay in zip(arms, sources, replays, strict=True):
@@ -209,11 +209,6 @@ def replay_arms(
     for arm, arm_replay in zip(arms, replays, strict=True):
         arm_replay.stats.budgeted = budgeted.get(arm.budget)
     return [arm_replay.stats for arm_replay in replays]
-
-
-def batches_of(schedule: Schedule) -> Iterator[Batch]:
-    """All batches in order, those of a chunk at once."""
-    return (batch for chunk in schedule.chunks() for batch in chunk.batches)
 
 
 def _policy_replay(given: ReplayInput, arm: ReplayArm, config: ReplayConfig) -> PolicyReplay:
@@ -240,7 +235,7 @@ def profile_of(schedule: Schedule) -> NDArray[np.int64]:
     """Activations int64 [n_layers, n_experts] of all batches, including prompts."""
     meta = schedule.trace.meta
     total = np.zeros((meta.n_layers, meta.n_experts), dtype=np.int64)
-    for batch in batches_of(schedule):
+    for batch in schedule.batches():
         total += batch.counts
     return total
 

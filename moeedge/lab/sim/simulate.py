@@ -228,7 +228,7 @@ def simulate(costs: StepCosts, trace: Trace, config: SimulationConfig) -> Simula
         rejected_token_model=config.rejected_token_model,
         seed=config.seed,
     )
-    batches, shape = schedule.batches(), cache_shape(trace, cache_ratio)
+    batches, shape = list(schedule.batches()), cache_shape(trace, cache_ratio)
     if config.max_steps is not None:
         verifications = np.flatnonzero(~schedule.prefill)[: config.max_steps]
         batches = batches[: verifications[-1] + 1]

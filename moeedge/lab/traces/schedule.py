@@ -7,7 +7,7 @@ comes first as one batch (`prefill`): policies see it, no figure counts it.
 A cut window has no drafts: before it is verified, policies know its first token alone, and no hidden state; afterwards,
 the tokens that became text. To know which drafts are unknown would tell in advance how many are accepted.
 
-Batches come in chunks, which are counted together and shared by all policies of a replay (moeedge/lab/sim/replay.py).
+Batches are made in chunks, which are counted together, and shared by all policies of a replay (lab/sim/replay.py).
 """
 
 from __future__ import annotations
@@ -71,16 +71,6 @@ class Batch(Observation):
 
 
 @dataclass(frozen=True, eq=False)
-class Chunk:
-    """Batches that follow each other."""
-
-    first: int  # number of the first batch in its schedule
-    batches: list[Batch]
-    counts: NDArray[np.int32]  # [n_batches, n_layers, n_experts]
-    counted: NDArray[np.bool_]  # [n_batches], False: a prompt
-
-
-@dataclass(frozen=True, eq=False)
 class Schedule:
     """The batches of a trace, as rows of it."""
 
@@ -132,12 +122,8 @@ class Schedule:
         """Whether the draft's hidden states are known."""
         return self.drafts_known and self.trace.hidden_states is not None
 
-    def batches(self) -> list[Batch]:
-        """All batches in order, at once."""
-        return [batch for chunk in self.chunks() for batch in chunk.batches]
-
-    def chunks(self) -> Iterator[Chunk]:
-        """All batches in order, chunk by chunk."""
+    def batches(self) -> Iterator[Batch]:
+        """All batches in order, those of a chunk made at once."""
         n_at_once = max(_CHUNK_COUNTS // (self.trace.meta.n_layers * self.trace.meta.n_experts), 1)
         first, n_batches = 0, self.prefill.size
         lengths = np.diff(self.starts)
@@ -146,10 +132,10 @@ class Schedule:
             too_long = np.cumsum(lengths[first:last]) > max(_CHUNK_TOKENS, 16 * n_at_once)
             if too_long.any():  # prompts of thousands of tokens
                 last = first + max(int(np.argmax(too_long)), 1)
-            yield self._chunk(first, last)
+            yield from self._chunk(first, last)
             first = last
 
-    def _chunk(self, first: int, last: int) -> Chunk:
+    def _chunk(self, first: int, last: int) -> Iterator[Batch]:
         trace, n_batches = self.trace, last - first
         n_layers, n_experts = trace.meta.n_layers, trace.meta.n_experts
         rows = self.rows[self.starts[first] : self.starts[last]]
@@ -168,12 +154,11 @@ class Schedule:
                 self.n_text[first:last], lengths
             )
             tokens = np.where(is_rejected, np.int32(-1), tokens)
-        batches = []
-        for index, (batch_ids, end, length) in enumerate(zip(_split_ids(ids, lengths), ends, lengths, strict=True)):
+        for index, (end, length) in enumerate(zip(ends, lengths, strict=True)):
             part = slice(end - length, end)
             prefill = bool(self.prefill[first + index])
-            batch = Batch(
-                ids=batch_ids,
+            yield Batch(
+                ids=np.ascontiguousarray(ids[part].transpose(1, 0, 2)),
                 counts=counts[index],
                 n_tokens=int(length),
                 tokens=tokens[part] if is_known else None,
@@ -184,8 +169,6 @@ class Schedule:
                 drafts_known=self.drafts_known or prefill,
                 rows=rows[part],
             )
-            batches.append(batch)
-        return Chunk(first, batches, counts, ~self.prefill[first:last])
 
     def _hidden_states(self, rows: NDArray[np.int64]) -> NDArray[np.float32] | None:
         """Those of a batch's first tokens: the draft does not compute the last draft before its verification."""
@@ -238,11 +221,6 @@ def recorded_schedule(trace: Trace) -> Schedule | None:
     if own is None:
         return None
     return _schedule(trace, recorded_steps(trace), "recorded", own.gamma, own.acceptance_chance, "recorded")
-
-
-def as_computed(trace: Trace) -> Schedule:
-    """The batches as they were computed, with or without drafts."""
-    return recorded_schedule(trace) or cut_schedule(trace, gamma=0)
 
 
 def cut_schedule(
@@ -316,13 +294,3 @@ def _schedule(
         is_first=np.r_[True, np.diff(owner[order]) != 0],
         acceptance_source=acceptance_source,
     )
-
-
-def _split_ids(ids: NDArray[np.int32], lengths: NDArray[np.int64]) -> list[NDArray[np.int32]]:
-    """Ids [n_tokens, n_layers, k] by batch, contiguous [n_layers, length, k]; in one copy if all lengths are equal."""
-    n_layers, k = ids.shape[1:]
-    if lengths.size and (lengths == lengths[0]).all():
-        together = ids.reshape(lengths.size, int(lengths[0]), n_layers, k).transpose(0, 2, 1, 3)
-        return list(np.ascontiguousarray(together))
-    parts = np.split(ids, np.cumsum(lengths)[:-1])
-    return [np.ascontiguousarray(part.transpose(1, 0, 2)) for part in parts]

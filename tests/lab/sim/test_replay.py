@@ -146,7 +146,7 @@ def test_recorded_batches_keep_gamma_and_acceptance() -> None:
     assert schedule.acceptance_chance == pytest.approx(0.5)
     assert (schedule.n_steps, schedule.n_texts) == (6, 2)
     assert schedule.prefill.tolist() == [True, False, False, False, True, False, False, False]
-    batches = schedule.batches()
+    batches = list(schedule.batches())
     assert [batch.n_accepted for batch in batches] == [0, 0, 2, 1, 0, 0, 1, 0]
     assert [batch.is_first for batch in batches] == [True, False, False, False, True, False, False, False]
     assert batches[2].tokens is not None and batches[2].tokens.tolist() == [6, 7, 8]
@@ -161,7 +161,7 @@ def test_batches_hold_the_known_hidden_states() -> None:
     hidden_states[starts[2] + 1] = np.nan  # the second token of the second verification
     schedule = recorded_schedule(replace(trace, hidden_states=hidden_states))
     assert schedule is not None
-    batches = schedule.batches()
+    batches = list(schedule.batches())
     known = [0 if batch.hidden_states is None else len(batch.hidden_states) for batch in batches]
     assert known == [0, 2, 1, 2, 0, 2, 2, 0]  # never of the last draft, nor of a token alone
     assert batches[1].hidden_states is not None
