@@ -263,49 +263,40 @@ _SPREAD = 0x9E3779B1  # Knuth's multiplicative hash: orders ids as if by chance
 FlatIds = NDArray[np.int32]
 
 
-class NextUse:
-    """For every batch the flat ids of the experts that it uses, and the batch that uses each of them next.
+NextUses = list[tuple[FlatIds, NDArray[np.int32]]]
 
-    The uses by prompts do not count as next ones.
+
+def next_uses(batches: Iterable[Batch], n_flat: int) -> NextUses:
+    """For every batch the flat ids [n] that it uses, and the batch [n] that uses each of them next (NEVER: none).
+
+    The uses by prompts do not count as next ones. n_flat: layers times experts.
     """
-
-    def __init__(self, batches: Iterable[Batch]) -> None:
-        self._used: list[FlatIds] = []
-        counted: list[bool] = []
-        n_flat = 0
-        for batch in batches:
-            n_flat = batch.counts.size
-            self._used.append(np.flatnonzero(batch.counts).astype(np.int32))
-            counted.append(not batch.prefill)
-        self._next: list[NDArray[np.int32]] = [np.zeros(0, dtype=np.int32)] * len(self._used)
-        coming = np.full(n_flat, NEVER, dtype=np.int32)
-        for number in range(len(self._used) - 1, -1, -1):
-            flat_ids = self._used[number]
-            self._next[number] = coming[flat_ids]
-            if counted[number]:
-                coming[flat_ids] = number
-
-    def of(self, batch: int) -> tuple[FlatIds, NDArray[np.int32]]:
-        """Flat ids [n] that the batch uses and the batch [n] that uses each of them next (NEVER: none)."""
-        return self._used[batch], self._next[batch]
+    used = [(np.flatnonzero(batch.counts).astype(np.int32), batch.prefill) for batch in batches]
+    coming = np.full(n_flat, NEVER, dtype=np.int32)
+    found: NextUses = []
+    for number, (flat_ids, prefill) in reversed([*enumerate(used)]):
+        found.append((flat_ids, coming[flat_ids]))
+        if not prefill:
+            coming[flat_ids] = number
+    return found[::-1]
 
 
 class BoundReplay:
-    """A bound with its slots: MIN with bypass where `next_use` is given (Belady), else the one-step oracle."""
+    """A bound with its slots: MIN with bypass where `uses` are given (Belady), else the one-step oracle."""
 
-    def __init__(self, shape: CacheShape, next_use: NextUse | None = None) -> None:
+    def __init__(self, shape: CacheShape, uses: NextUses | None = None) -> None:
         self.stats = ReplayStats()
         n = shape.n_layers * shape.n_experts
         self._capacity = int(shape.capacity.sum())
         self._resident: BoolArray = np.zeros(n, dtype=np.bool_)  # by flat id
-        self._next_use = next_use
+        self._uses = uses
         self._coming = np.full(n, NEVER, dtype=np.int32)  # the batch that uses each expert next
 
     def run(self, batch: Batch, predictions: BatchPredictions | None = None) -> None:
         """Replays the next batch; a bound needs no predictions."""
         found = self._resident
-        if self._next_use is not None:
-            used, following = self._next_use.of(len(self.stats.until))
+        if self._uses is not None:
+            used, following = self._uses[len(self.stats.until)]
             self._coming[used] = following
             self._hold(self._used_soonest(used))
         elif not batch.prefill:

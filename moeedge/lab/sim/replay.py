@@ -17,7 +17,7 @@ from moeedge.errors import require
 from moeedge.hardware.provenance import Provenance
 from moeedge.lab.sim.expert_budgets import BudgetedTrace
 from moeedge.lab.sim.noisy_predictor import NO_PREDICTOR, NoisyPredictor, PredictorAccuracy
-from moeedge.lab.sim.policy_replay import BoundReplay, NextUse, PolicyReplay, ReplayStats
+from moeedge.lab.sim.policy_replay import BoundReplay, NextUses, PolicyReplay, ReplayStats, next_uses
 from moeedge.lab.traces.schedule import AcceptanceSource, Schedule, cache_shape
 from moeedge.policies.base import PolicyConfig
 from moeedge.policies.cost_model import CostModel
@@ -184,16 +184,17 @@ def replay_arms(
     """
     schedule = given.schedule
     budgeted = {arm.budget: BudgetedTrace(schedule.trace, arm.budget) for arm in arms if given.budgets is not None}
-    next_use: dict[ExpertBudget | None, NextUse] = {}
+    uses: dict[ExpertBudget | None, NextUses] = {}
     progress.phase("reading ahead")
-    for budget in dict.fromkeys(arm.budget for arm in arms if arm.policy == "belady"):
-        uncounted = BudgetedTrace(schedule.trace, budget)
-        next_use[budget] = NextUse(uncounted.limited(batch) for batch in schedule.batches())
+    for budget in {arm.budget for arm in arms if arm.policy == "belady"}:
+        uncounted, meta = BudgetedTrace(schedule.trace, budget), schedule.trace.meta
+        ahead = (uncounted.limited(batch) for batch in schedule.batches())
+        uses[budget] = next_uses(ahead, meta.n_layers * meta.n_experts)
     replays: list[PolicyReplay | BoundReplay] = []
     for arm in arms:
         if arm.policy in BOUNDS:
             shape = cache_shape(schedule.trace, arm.cache_ratio)
-            replays.append(BoundReplay(shape, next_use[arm.budget] if arm.policy == "belady" else None))
+            replays.append(BoundReplay(shape, uses[arm.budget] if arm.policy == "belady" else None))
         else:
             replays.append(_policy_replay(given, arm, config))
     sources = [config.accuracy.source_for(TABLE[arm.policy].make.required_inputs) for arm in arms]

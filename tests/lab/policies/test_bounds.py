@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from moeedge.lab.sim.policy_replay import NEVER, BoundReplay, HitStats, NextUse
+from moeedge.lab.sim.policy_replay import NEVER, BoundReplay, HitStats, next_uses
 from moeedge.lab.traces.schedule import Batch
 from moeedge.policies.base import CacheShape, ExecutionModel
 from moeedge.policies.registry import POLICIES, SIMULATED, make_policy
@@ -50,8 +50,8 @@ def replayed(name: str, batches: list[Batch], n_slots: int) -> HitStats:
 
 
 def bounded(name: str, batches: list[Batch], n_slots: int) -> HitStats:
-    next_use = NextUse(batches) if name == "belady" else None
-    replay = BoundReplay(CacheShape.uniform(*batches[0].counts.shape, n_slots), next_use)
+    uses = next_uses(batches, batches[0].counts.size) if name == "belady" else None
+    replay = BoundReplay(CacheShape.uniform(*batches[0].counts.shape, n_slots), uses)
     for batch in batches:
         replay.run(batch)
     return replay.stats.hits
@@ -113,6 +113,5 @@ def test_a_classic_reference_string() -> None:
 
 
 def test_next_use_skips_prompts() -> None:
-    next_use = NextUse(batches_of(np.array([[[2, 0]], [[1, 0]], [[0, 0]], [[1, 1]]], dtype=np.int32), 1))
-    found = [tuple(array.tolist() for array in next_use.of(batch)) for batch in range(4)]
-    assert found == [([0], [1]), ([0], [3]), ([], []), ([0, 1], [NEVER, NEVER])]
+    uses = next_uses(batches_of(np.array([[[2, 0]], [[1, 0]], [[0, 0]], [[1, 1]]], dtype=np.int32), 1), 2)
+    assert [(used.tolist(), following.tolist()) for used, following in uses] == [([0], [1]), ([0], [3]), ([], []), ([0, 1], [NEVER, NEVER])]
