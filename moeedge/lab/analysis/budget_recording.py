@@ -32,11 +32,11 @@ from moeedge.lab.analysis.expert_budget import (
     infer_router,
     layer_errors,
     selection_values,
-    summed_weights,
 )
 from moeedge.lab.policies.expert_budget import (
     Ids,
     MixingWeights,
+    by_expert,
     router_scores,
     routing_probabilities,
     static_order,
@@ -210,7 +210,8 @@ class _RoutingTally:
         self._tokens[prompt] += batch.ids.shape[1]
         scores = router_scores(routing_probabilities(batch.values, self.router.kind))
         self._cumulative[prompt] += cumulative_probability(scores)
-        self._weights[prompt] += cumulative_probability(summed_weights(batch.ids, batch.weights, n_experts))
+        weights = router_scores(by_expert(batch.ids, batch.weights, n_experts))
+        self._weights[prompt] += cumulative_probability(weights)
         self._unique[prompt] += np.count_nonzero(counts, axis=1)
         for index, ids in enumerate(batch.ids):
             self._pairs[index] += co_activation(ids, n_experts)

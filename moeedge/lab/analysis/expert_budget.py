@@ -142,13 +142,6 @@ class ProbabilityCurve:
     cumulative_by_layer: Probabilities
 
 
-def summed_weights(ids: IntArray, weights: FloatArray, n_experts: int) -> Probabilities:
-    """Sum of the tokens' weights of each expert, float64 [..., N] of ids and weights [..., T, k]."""
-    spread = np.zeros((*ids.shape[:-1], n_experts), dtype=np.float64)
-    np.put_along_axis(spread, ids, weights.astype(np.float64), axis=-1)
-    return router_scores(spread)
-
-
 def co_activation(ids: IntArray, n_experts: int) -> NDArray[np.int64]:
     """Tokens that used both experts of each pair, int64 [N, N] of ids [T, k]; the diagonal: that used the expert."""
     used = membership(ids, n_experts).astype(np.float64)  # matrix products of integers are slow

@@ -22,7 +22,6 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.errors import InputError
 from moeedge.experts import BoolArray, FloatArray, IntArray
 from moeedge.policies.expert_budget import Coverage
 
@@ -66,7 +65,6 @@ class BudgetedRouting:
 
     ids               int32 [T, k]
     weights           float32 [T, k]; None: to be made of the router's values at `ids` (substitution)
-    shortlist         bool [N]; the experts in use where these are no more than the budget
     n_natural         experts that the top-k of all tokens would use
     n_kept            experts of `ids`
     kept_probability  share of the natural picks' routing probability that is on shortlisted experts, 1: unchanged
@@ -74,7 +72,6 @@ class BudgetedRouting:
 
     ids: Ids
     weights: FloatArray | None
-    shortlist: BoolArray
     n_natural: IntArray
     n_kept: IntArray
     kept_probability: Probabilities
@@ -110,9 +107,14 @@ def pick_scores(probabilities: Probabilities, ids: IntArray) -> Probabilities:
     """
     picked = np.take_along_axis(probabilities, ids, axis=-1)
     shares = picked / np.maximum(picked.sum(axis=-1, keepdims=True), np.finfo(np.float64).tiny)
-    scores = np.zeros_like(probabilities)
-    np.put_along_axis(scores, ids, shares, axis=-1)
-    return router_scores(scores)
+    return router_scores(by_expert(ids, shares, probabilities.shape[-1]))
+
+
+def by_expert(ids: IntArray, values: NDArray[Any], n_experts: int) -> Probabilities:
+    """The tokens' values [T, k] of their experts ids [T, k] as float64 [T, N]; 0 for the other experts."""
+    wide = np.zeros((*ids.shape[:-1], n_experts), dtype=np.float64)
+    np.put_along_axis(wide, ids, values.astype(np.float64), axis=-1)
+    return wide
 
 
 def static_order(counts: NDArray[Any]) -> Ids:
@@ -122,18 +124,13 @@ def static_order(counts: NDArray[Any]) -> Ids:
 
 def static_scores(order: IntArray) -> Probabilities:
     """Scores float64 [N] of a static order [N]: how many experts come after it."""
-    n_experts = order.shape[-1]
-    scores = np.empty(order.shape, dtype=np.float64)
-    places = np.broadcast_to(np.arange(n_experts - 1, -1, -1, dtype=np.float64), order.shape)
-    np.put_along_axis(scores, order, places, axis=-1)
+    scores: Probabilities = order.shape[-1] - 1.0 - np.argsort(order, axis=-1)
     return scores
 
 
 def shortlist(scores: Probabilities, budget: int | IntArray) -> BoolArray:
     """The `budget` experts with the highest scores, bool [N]; ties by the lower id."""
-    rank = np.empty(scores.shape, dtype=np.intp)
-    order = np.argsort(-scores, axis=-1, kind="stable")
-    np.put_along_axis(rank, order, np.broadcast_to(np.arange(scores.shape[-1]), scores.shape), axis=-1)
+    rank = np.argsort(np.argsort(-scores, axis=-1, kind="stable"), axis=-1)
     return rank < np.asarray(budget)[..., None]
 
 
@@ -143,7 +140,9 @@ def used_experts(ids: IntArray, n_experts: int) -> BoolArray:
     return used
 
 
-def substitute(selection: FloatArray, ids: IntArray, shortlisted: BoolArray, probabilities: Probabilities) -> Ids:
+def substitute(
+    selection: FloatArray | Probabilities, ids: IntArray, shortlisted: BoolArray, probabilities: Probabilities
+) -> Ids:
     """Top-k inside the shortlist, int32 [T, k] (Eq. 8).
 
     selection: the values [T, N] that the model's top-k sorts, i.e. with selection bias, and -inf outside the groups
@@ -181,7 +180,7 @@ def truncate(
 
 
 def apply_budget(
-    selection: FloatArray,
+    selection: FloatArray | Probabilities,
     ids: IntArray,
     probabilities: Probabilities,
     budget: int | IntArray,
@@ -193,20 +192,13 @@ def apply_budget(
     """Routing of one verification under a budget.
 
     selection: [T, N], see `substitute`; ids: the natural top-k [T, k]; weights: theirs, for truncation; scores: of the
-    experts [N], by default `pick_scores`; budget: an integer, or an array of the leading dimensions. Raises
-    `InputError` if the budget is below k.
+    experts [N], by default `pick_scores`; budget: k or more, an integer or an array of the leading dimensions.
     """
-    n_experts, n_used = selection.shape[-1], ids.shape[-1]
-    budgets = np.asarray(budget)
-    if budgets.size and int(budgets.min()) < n_used:
-        raise InputError(
-            f"An expert budget of {int(budgets.min())} is below the {n_used} experts that the model uses per token.",
-            f"Give at least {n_used}.",
-        )
+    n_experts = selection.shape[-1]
     natural = used_experts(ids, n_experts)
     n_natural = natural.sum(axis=-1)
-    ranked = shortlist(pick_scores(probabilities, ids) if scores is None else scores, budgets)
-    shortlisted: BoolArray = np.where((n_natural <= budgets)[..., None], natural, ranked)
+    ranked = shortlist(pick_scores(probabilities, ids) if scores is None else scores, budget)
+    shortlisted: BoolArray = np.where(np.asarray(n_natural <= budget)[..., None], natural, ranked)
     new_weights = None
     if coverage == "substitution":
         new_ids = substitute(selection, ids, shortlisted, probabilities)
@@ -216,7 +208,6 @@ def apply_budget(
     return BudgetedRouting(
         ids=new_ids,
         weights=new_weights,
-        shortlist=shortlisted,
         n_natural=n_natural,
         n_kept=used_experts(new_ids, n_experts).sum(axis=-1),
         kept_probability=kept_probability(probabilities, ids, shortlisted),
@@ -250,11 +241,9 @@ def oracle_order(outputs: FloatArray, weights: FloatArray, ids: IntArray) -> Ids
     With c_te the weighted output of expert e for token t and G_ef = sum_t <c_te, c_tf>, the error of a set is the sum
     of G over pairs outside it, and adding e reduces it by 2 sum_{f outside} G_ef - G_ee.
     """
-    n_tokens, n_experts, _ = outputs.shape
-    mixing = np.zeros((n_tokens, n_experts), dtype=np.float64)
-    np.put_along_axis(mixing, ids, weights.astype(np.float64), axis=-1)
+    n_experts = outputs.shape[1]
     used = np.unique(ids)  # the weighted outputs of the others are 0
-    weighted = outputs[:, used] * mixing[:, used, None]
+    weighted = outputs[:, used] * by_expert(ids, weights, n_experts)[:, used, None]
     gram = np.zeros((n_experts, n_experts), dtype=np.float64)
     gram[np.ix_(used, used)] = np.tensordot(weighted, weighted, axes=([0, 2], [0, 2]))
     residual = gram.sum(axis=1)

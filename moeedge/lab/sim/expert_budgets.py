@@ -13,18 +13,17 @@ leaves a zeroed place with another expert of the shortlist, which counts as comp
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.experts import IntArray, count_ids
-from moeedge.lab.policies.expert_budget import Ids, apply_budget, pick_scores, router_scores, static_scores
+from moeedge.lab.policies.expert_budget import Ids, apply_budget, by_expert, pick_scores, router_scores, static_scores
 from moeedge.lab.traces.schedule import Batch
 from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.trace.format import Trace
 
-WeightSource = Literal["weights", "counts"]  # of the trace; counts: it has none, every expert of a token weighs alike
 _UNUSED = 1e-9  # share of the batch's score that stands for a token's unknown probability of an expert
 
 
@@ -83,11 +82,6 @@ class BudgetedTrace:
         if isinstance(self.budget, StaticBudget):
             self._static = static_scores(self.budget.order)
 
-    @property
-    def source(self) -> WeightSource:
-        """What the scores are made of."""
-        return "counts" if self.trace.weights is None else "weights"
-
     def row(self) -> dict[str, Any]:
         """The figures of `stats`, means by layer and step, and what they were made of, as -o json prints them."""
         stats, n = self.stats, max(self.stats.layer_steps, 1)
@@ -96,7 +90,8 @@ class BudgetedTrace:
             "experts_kept": round(stats.kept / n, 6),
             "experts_max": stats.kept_max,
             "kept_probability": round(stats.kept_probability / n, 6),
-            "budget_weights": self.source,
+            # counts: the trace has no weights, every expert of a token weighs alike
+            "budget_weights": "counts" if self.trace.weights is None else "weights",
         }
 
     def limited(self, batch: Batch) -> Batch:
@@ -127,8 +122,7 @@ class BudgetedTrace:
         assert self.budget is not None
         ids = batch.ids[np.ix_(layers, tokens, np.arange(self._used[layers[0]]))]
         weights = self._weights(batch, layers, tokens)
-        probabilities = np.zeros((*ids.shape[:2], self.trace.meta.n_experts), dtype=np.float64)
-        np.put_along_axis(probabilities, ids, weights, axis=-1)
+        probabilities = by_expert(ids, weights, self.trace.meta.n_experts)
         picks = self.budget.ranking == "picks"
         scores = pick_scores(probabilities, ids) if picks else router_scores(probabilities)
         np.copyto(probabilities, _UNUSED * scores[:, None], where=probabilities == 0)

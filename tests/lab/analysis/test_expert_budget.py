@@ -27,9 +27,8 @@ from moeedge.lab.analysis.expert_budget import (
     infer_router,
     layer_errors,
     selection_values,
-    summed_weights,
 )
-from moeedge.lab.policies.expert_budget import MixingWeights
+from moeedge.lab.policies.expert_budget import MixingWeights, by_expert, router_scores
 from moeedge.run import Run
 from moeedge.scheduler.config import PlacementConfig
 from tests.support.progress import SeenProgress
@@ -126,7 +125,7 @@ def test_cumulative_probability_by_hand() -> None:
     scores = np.array([[1.0, 5.0, 4.0], [0.0, 0.0, 0.0]])
     np.testing.assert_allclose(cumulative_probability(scores), [[0.5, 0.9, 1.0], [0, 0, 0]])
     ids, weights = np.array([[[2, 0], [2, 1]]]), np.array([[[0.75, 0.25], [0.5, 0.5]]], dtype=np.float32)
-    np.testing.assert_allclose(summed_weights(ids, weights, 4), [[0.25, 0.5, 1.25, 0.0]])
+    np.testing.assert_allclose(router_scores(by_expert(ids, weights, 4)), [[0.25, 0.5, 1.25, 0.0]])
 
 
 def test_pairs_against_loops() -> None:
