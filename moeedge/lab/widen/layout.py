@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Generator, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import IO, Any
@@ -80,18 +80,6 @@ SIZE_NAMES = {
 }
 
 
-@dataclass(frozen=True)
-class RequestedSizes:
-    """Sizes given by the user; None: as in the shape of --like, else as in the source."""
-
-    embd: int | None = None
-    ff: int | None = None
-    heads: int | None = None
-    heads_kv: int | None = None
-    head_dim: int | None = None
-    layers: int | None = None
-
-
 def read_shape(keys: Mapping[str, Any], name: str) -> Shape:
     """Reads the shape from a file's metadata. Raises InputError for another architecture and for missing keys."""
     arch = keys.get("general.architecture")
@@ -125,14 +113,11 @@ def read_shape(keys: Mapping[str, Any], name: str) -> Shape:
     return shape
 
 
-def wider_shape(source: Shape, requested: RequestedSizes, like: str | None = None) -> tuple[Shape, list[str]]:
+def wider_shape(source: Shape, named: Mapping[str, int], like: str | None) -> tuple[Shape, list[str]]:
     """Returns the shape to write, and notes for the user.
 
-    Sizes in `requested` must be possible; sizes of the known shape `like` are taken if possible. Raises InputError.
+    Sizes in `named` must be possible; sizes of the known shape `like` are taken if possible. Raises InputError.
     """
-    named = {
-        field.name: getattr(requested, field.name) for field in fields(requested) if getattr(requested, field.name)
-    }
     _check_named(source, named)
     wide, notes = source, list[str]()
     if like is not None:
@@ -437,9 +422,12 @@ class WidePlan(FilePlan):
 
 
 def make_wide_plan(
-    source: Path, requested: RequestedSizes, *, like: str | None = None, type_: WeightType | None = None
+    source: Path, sizes: Mapping[str, int], *, like: str | None = None, type_: WeightType | None = None
 ) -> WidePlan:
-    """Reads the header of `source` and lays out the wide file. Raises InputError for an impossible shape or type."""
+    """Reads the header of `source` and lays out the wide file. Raises InputError for an impossible shape or type.
+
+    sizes: fields of `Shape` that the user names; others are as in the shape `like`, else as in the source.
+    """
     if len(gguf_file.parts(source)) > 1:
         raise ModelFileError(f"{source} is split.", "Merge its parts first with llama-gguf-split --merge.")
     gguf_file.read_summary(source)  # raises for an unusable file
@@ -447,7 +435,7 @@ def make_wide_plan(
     fields = {name: field for name, field in reader.fields.items() if not name.startswith("GGUF.")}
     keys = {name: field.contents() for name, field in fields.items()}
     narrow = read_shape(keys, source.name)
-    wide, notes = wider_shape(narrow, requested, like)
+    wide, notes = wider_shape(narrow, sizes, like)
     if wide == narrow and type_ is None:
         raise InputError("This is the shape of the source.", "Give a larger one with --like NAME, --embd N or --ff N.")
     layout = Layout(keys, narrow, wide, type_)
