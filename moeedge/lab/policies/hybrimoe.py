@@ -48,7 +48,6 @@ class HybriMoe(PerLayerPolicy):
         self._layer_start = np.arange(shape.n_layers)[:, None, None] * shape.n_experts
 
     def observe(self, observation: Observation) -> None:
-        """Averages the routing scores."""
         np.copyto(self._counts, observation.counts, casting="unsafe")
         change = self._top(observation)
         change -= self._score

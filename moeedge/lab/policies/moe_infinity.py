@@ -61,7 +61,6 @@ class MoeInfinity(PooledPolicy):
         self._from_layer = 0  # that the next plan is for
 
     def observe(self, observation: Observation) -> None:
-        """Adds to the sequence's matrix and finds the nearest entry."""
         self._matrix += observation.counts
         np.greater(observation.counts, 0, out=self._last_used)
         if self._n_entries and (observation.prefill or self._n_steps % _MATCH_EVERY == 0):

@@ -67,7 +67,6 @@ class LayerLru(PerLayerPolicy, ABC):
         self._recency = Recency(shape.n_layers, shape.n_experts)
 
     def observe(self, observation: Observation) -> None:
-        """Takes in which experts a step used."""
         self._recency.observe(observation)
         np.copyto(self._utility, self._recency.used)
 
@@ -299,7 +298,6 @@ class Fate(PerLayerPolicy):
         self._recency = Recency(shape.n_layers, shape.n_experts)
 
     def observe(self, observation: Observation) -> None:
-        """Requests the step's experts from every layer's cache."""
         self._recency.observe(observation)
         self._arc.request(self._recency.used, self._recency.last)
         np.copyto(self._utility, self._recency.used)

@@ -101,7 +101,6 @@ class Execution:
         self._load_plan: Plan | None = None  # of the layer that is computed
 
     def run(self) -> TimeBreakdown:
-        """Runs the entire simulation."""
         self.clock.start(self.mover.process())
         self.clock.start(self._process())
         self.clock.run()
@@ -242,7 +241,7 @@ class Execution:
         self.time.ns["cpu"] += done_ns - device_done_ns
         yield done_ns + after_ns - start_ns
 
-    def _device_ns(self, counts: NDArray[np.int32], experts: NDArray[np.intp], n_tables: int) -> int:
+    def _device_ns(self, counts: NDArray[np.int32], experts: NDArray[np.intp], n_tables: int = 0) -> int:
         """A block on the device, which passes over all `n_tables` experts of its tables where it has several tokens."""
         tiles = self.costs.tile_ns * n_tables if self._n_tokens > 1 else 0.0
         return self.costs.block_ns + round(tiles) + _sum_ns(self.costs.device_ns, counts, experts)
@@ -256,8 +255,7 @@ class Execution:
             demands = [(absent, mover.demand(layer, moved, costs.dense_demand_ns))]
         else:
             demands = [([expert], mover.demand(layer, [expert])) for expert in absent]
-        block_ns = costs.block_ns + _sum_ns(costs.device_ns, counts, used.hits)
-        yield from self._on_gpu("device", block_ns)
+        yield from self._on_gpu("device", self._device_ns(counts, used.hits))
         for expert, arrived in arrivals.items():
             if arrived is not None:
                 yield from self._wait_for_link(arrived)
@@ -271,12 +269,10 @@ class Execution:
         yield from self._on_host(self.costs.sync_ns)
         if used.misses.size:
             yield from self._loaded(self.mover.demand(used.layer, used.misses.tolist()))
-        experts = np.flatnonzero(used.counts)
         if self._load_plan is not None:
             self.mover.push(self._load_plan)  # takes the experts from the staging buffer
         self.mover.clear_staging()
-        block_ns = self.costs.block_ns + _sum_ns(self.costs.device_ns, used.counts, experts)
-        yield from self._on_gpu("device", block_ns)
+        yield from self._on_gpu("device", self._device_ns(used.counts, np.flatnonzero(used.counts)))
 
     def _wait_for_link(self, arrived: Signal) -> Process:
         since_ns = self.clock.now_ns

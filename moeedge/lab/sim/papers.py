@@ -58,7 +58,6 @@ class Cases(Closing):
         self._pool = ProcessPoolExecutor(n_workers, mp_context=multiprocessing.get_context("spawn"))
 
     def close(self) -> None:
-        """Ends the processes."""
         self._pool.shutdown(cancel_futures=True)
 
     def all(self, cases: Iterable[Case]) -> list[SimulationResult]:
@@ -76,7 +75,6 @@ class Cases(Closing):
 
 
 def run_case(case: Case) -> SimulationResult:
-    """Simulates one case."""
     costs = roofline_costs(case.hardware, find_model(case.model), case.framework)
     if case.draft_s is not None:
         costs = replace(costs, draft_ns=to_ns(case.draft_s))
@@ -107,7 +105,6 @@ class Compared:
 
     @property
     def predicted_ts(self) -> float:
-        """Tokens per second."""
         return self.result.tg_ts
 
     @property
@@ -166,8 +163,6 @@ class Fit:
 
 @dataclass(frozen=True)
 class _Row:
-    """A row to simulate."""
-
     name: str
     system: str
     hardware: str
@@ -213,7 +208,7 @@ class Papers:
 
         fit: of Table 2, for MoE-SpAc's tables and figure.
         """
-        rows = getattr(self, f"_{name}")(fit)
+        rows = self._systems(name, fit) if name in ("table2", "table3") else getattr(self, f"_{name}")(fit)
         with_bare = name == "table2"
         sides = (*SIDES, None) if with_bare else SIDES
         results = iter(self._cases.all(self._case(row, side) for row in rows for side in sides))
@@ -230,13 +225,9 @@ class Papers:
             for row in rows
         ]
 
-    def _table2(self, fit: Fit) -> list[_Row]:
-        """All ten rows, in the published order."""
-        return [self._row(self.data["table2"], system, fit) for system in self.data["table2"]["published_ts"]]
-
-    def _table3(self, fit: Fit) -> list[_Row]:
-        """Another model on the same machine: no further constant is fitted."""
-        return [self._row(self.data["table3"], system, fit) for system in self.data["table3"]["published_ts"]]
+    def _systems(self, name: str, fit: Fit | None) -> list[_Row]:
+        """The systems of Table 2 or 3, in the published order. Table 3 is another model on the same machine."""
+        return [self._row(self.data[name], system, fit) for system in self.data[name]["published_ts"]]
 
     def _table4(self, fit: Fit) -> list[_Row]:
         """MoE-SpAc without one of its parts."""

@@ -157,7 +157,6 @@ class PolicyReplay:
         self._loaded: BoolArray | None = None  # experts that the last batch of a device-only system loaded
 
     def run(self, batch: Batch, predictions: BatchPredictions | None = None) -> None:
-        """Replays the next batch."""
         self._begin(batch)
         if not batch.prefill:
             self._plan_draft(batch, predictions)

@@ -122,7 +122,6 @@ class SimulationResult:
 
     @property
     def tg_ts(self) -> float:
-        """Tokens per second."""
         return 1.0 / self.tpot_s if self.tpot_s else 0.0
 
     def row(self, **about: Any) -> dict[str, Any]:
@@ -154,12 +153,10 @@ class Range:
 
     @property
     def low_ts(self) -> float:
-        """The lowest of the three speeds, tokens per second."""
         return min(result.tg_ts for result in (self.fast, self.chosen, self.slow))
 
     @property
     def high_ts(self) -> float:
-        """The highest of the three speeds, tokens per second."""
         return max(result.tg_ts for result in (self.fast, self.chosen, self.slow))
 
     def row(self, **about: Any) -> dict[str, Any]:

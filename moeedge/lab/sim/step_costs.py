@@ -26,7 +26,6 @@ _COUNTED_TOKENS = 9  # of the counts for more than one token
 
 
 def to_ns(seconds: float) -> int:
-    """Nanoseconds, rounded."""
     return round(seconds * 1e9)
 
 
@@ -54,7 +53,6 @@ class Calls:
 class Handoff:
     """How a program shares layers with the host, and what its calls cost as far as nothing else hides them."""
 
-    name: str
     one: dict[str, Calls]  # of one token, by moment: down, submit, join, up; hidden: while the GPU computes, no time
     nine: dict[str, Calls]  # of nine tokens; other numbers in proportion to the bytes
     cpu_region_s: float  # starting and joining the CPU's threads, for one graph
@@ -96,7 +94,6 @@ def find_handoff(name: str, side: Side = "chosen") -> Handoff:
     for tokens in ("one", "nine"):
         values[tokens] = {moment: timed(counts) for moment, counts in values[tokens].items()}
     return Handoff(
-        name=name,
         cpu_region_s=times["cpu_region_s"],
         token_divide_s=times["divide_s"],
         pageable_bytes_per_s=times["pageable_bytes_per_s"],
@@ -178,7 +175,6 @@ class StepCosts:
     busy_link_factor: float = 1.0  # of the CPU's time while uploads are under way
 
     def handoff_ns(self, moment: str, n_tokens: int) -> int:
-        """The calls of one moment of a layer (moeedge.lab.sim.handoff)."""
         assert self.handoff is not None
         return to_ns(self.handoff.seconds(moment, n_tokens, self.link_bytes_per_s))
 

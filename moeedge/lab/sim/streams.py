@@ -60,7 +60,6 @@ class Clock:
         self._count += 1
 
     def start(self, process: Process) -> None:
-        """Starts a new process now."""
         self.schedule(process, self.now_ns)
 
     def run(self) -> None:

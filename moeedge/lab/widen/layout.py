@@ -234,7 +234,6 @@ class WideTensor:
 
     @property
     def type(self) -> GgmlType:
-        """Of the wide matrices."""
         return self.mover.type
 
     @property

@@ -235,7 +235,6 @@ class RandomModel(FilePlan):
 
     @property
     def layers(self) -> int:
-        """Blocks."""
         return int(self.changed.get(key := f"{self.architecture}.block_count", 0) or self.fields[key].contents())
 
     def room_bytes(self, sparse: bool) -> int:

@@ -186,8 +186,7 @@ def calls(fixed_ns: float, n_bytes: float = 0, *, blocking: bool = False) -> Cal
 DOWN_NS, SUBMIT_NS, JOIN_NS, UP_NS = 30, 7, 1, 3
 ONE = {"down": calls(20, 10, blocking=True), "submit": calls(SUBMIT_NS), "join": calls(JOIN_NS), "up": calls(UP_NS)}
 HANDOFF = Handoff(
-    name="test", one=ONE, nine=ONE, cpu_region_s=5e-9, token_divide_s=2e-9, pageable_bytes_per_s=1e9, cpu_regions=2,
-    divides=True,
+    one=ONE, nine=ONE, cpu_region_s=5e-9, token_divide_s=2e-9, pageable_bytes_per_s=1e9, cpu_regions=2, divides=True,
 )  # fmt: skip
 RECORDS = Path(__file__).parents[3] / "docs" / "benchmarks"
 FREE: dict[str, object] = {"transfer_ns": 0, "latency_ns": 0, "link_bytes_per_s": 1e12}  # uploads take no time
