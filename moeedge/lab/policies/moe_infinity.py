@@ -58,7 +58,6 @@ class MoeInfinity(PooledPolicy):
         ahead = np.arange(shape.n_layers) - np.arange(shape.n_layers + 1)[:, None]
         nearness = np.where(ahead >= 0, 1.0 - ahead / (shape.n_layers + 1), 0.0)
         self._nearness: FloatArray = nearness[:, :, None].astype(np.float32)
-        self._from_layer = 0  # that the next plan is for
 
     def observe(self, observation: Observation) -> None:
         self._matrix += observation.counts
@@ -74,20 +73,20 @@ class MoeInfinity(PooledPolicy):
 
     def plan(self, resident: Resident, tokens: Sequence[int], prediction: ExpertPrediction | None = None) -> Plan:
         """Plans to hold the experts with the highest scores; keeping what the last step loaded costs no transfer."""
-        np.multiply(self._priority, self._nearness[self._from_layer], out=self._score)
-        self._set_utilities(self._fit(resident))
-        plan = self._moves(resident)
-        staged = self._last_used if self._from_layer == 0 else None
-        return limit_uploads(plan, self._score, self._max_uploads, staged)
+        return self._plan_from(0, resident, self._last_used)
 
     def plan_layer(self, layer: int, resident: Resident, prediction: ExpertPrediction | None = None) -> Plan:
         """Plans for the layers after `layer`. Experts of earlier layers leave first, those of `layer` stay."""
         in_use = np.asarray(resident, dtype=np.uint8).copy()
         in_use[layer, in_use[layer] > 0] = Residency.IN_FLIGHT  # an expert in flight is no victim
-        self._from_layer = layer + 1
-        plan = self.plan(in_use, [], prediction)
-        self._from_layer = 0
-        return plan
+        return self._plan_from(layer + 1, in_use)
+
+    def _plan_from(self, layer: int, resident: Resident, staged: BoolArray | None = None) -> Plan:
+        """Plans for `layer` and those after it; staged: see `limit_uploads`."""
+        np.multiply(self._priority, self._nearness[layer], out=self._score)
+        unit = max([float(_EPSILON), *(value for value in self._fit(resident) if np.isfinite(value))])
+        np.minimum(self._score / np.float32(unit), self._cap, out=self._utility)
+        return limit_uploads(self._moves(resident), self._score, self._max_uploads, staged)
 
     def reset(self) -> None:
         """Ends the sequence and adds its matrix to the collection."""
@@ -108,10 +107,6 @@ class MoeInfinity(PooledPolicy):
         if self._nearest >= 0:
             self._priority += self._shares[self._nearest]
         self._priority += _EPSILON
-
-    def _set_utilities(self, lowest: list[float]) -> None:
-        unit = max(max((value for value in lowest if np.isfinite(value)), default=0.0), float(_EPSILON))
-        np.minimum(self._score / np.float32(unit), self._cap, out=self._utility)
 
 
 def _unit_rows(matrix: FloatArray) -> FloatArray:

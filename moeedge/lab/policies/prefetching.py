@@ -72,19 +72,14 @@ class LayerLru(PerLayerPolicy, ABC):
 
     def plan(self, resident: Resident, tokens: Sequence[int], prediction: ExpertPrediction | None = None) -> Plan:
         """Plans to hold each layer's most recently used experts and, with a prediction, the prefetched ones."""
-        recency = self._recency
-        if prediction is None:
-            return self._plan(recency.last, resident, recency.used, staged=recency.used)
-        self.read_prediction(prediction, self._layers)
-        score, missing = self._ahead(prediction, resident)
-        return self._plan(score, resident, missing | recency.used, staged=recency.used)
+        score, missing = self._ahead(prediction, resident, self._layers)
+        used = self._recency.used
+        return self._plan(score, resident, missing | used, staged=used)
 
     def plan_layer(self, layer: int, resident: Resident, prediction: ExpertPrediction | None = None) -> Plan:
         """Plans prefetches for the next layer with experts; the other layers stay as they are."""
         reached = layers_after(self.shape, layer)
-        if prediction is not None:
-            self.read_prediction(prediction, reached)
-        score, missing = self._ahead(prediction, resident)
+        score, missing = self._ahead(prediction, resident, reached)
         return self._plan(score, resident, missing, only=reached)
 
     def read_prediction(self, prediction: ExpertPrediction, layers: IndexArray) -> None:
@@ -94,8 +89,12 @@ class LayerLru(PerLayerPolicy, ABC):
     def prefetched(self, counts: FloatArray, resident: Resident) -> BoolArray:
         """Experts to prefetch or keep, bool [n_layers, n_experts]; counts: tokens predicted to use each."""
 
-    def _ahead(self, prediction: ExpertPrediction | None, resident: Resident) -> tuple[FloatArray, BoolArray]:
-        """Scores with the prefetched experts first, and which of these are absent."""
+    def _ahead(
+        self, prediction: ExpertPrediction | None, resident: Resident, layers: IndexArray
+    ) -> tuple[FloatArray, BoolArray]:
+        """Scores with the experts first that are prefetched for `layers`, and which of these are absent."""
+        if prediction is not None:
+            self.read_prediction(prediction, layers)
         counts = predicted_counts(prediction, self.shape)
         chosen = self.prefetched(counts, resident)
         out = self._recency.last if self.prefetch_is_use else self._score

@@ -66,19 +66,13 @@ class Clock:
         """Runs until the heap is empty; processes that still wait for a signal are dropped."""
         while self._heap:
             self.now_ns, _, process = heapq.heappop(self._heap)
-            self._advance(process)
-
-    def _advance(self, process: Process) -> None:
-        try:
-            awaited = next(process)
+            awaited = next(process, None)
             while isinstance(awaited, Signal) and awaited.fired:
-                awaited = next(process)
-        except StopIteration:
-            return
-        if isinstance(awaited, Signal):
-            awaited.waiting.append(process)
-        else:
-            self.schedule(process, self.now_ns + awaited)
+                awaited = next(process, None)
+            if isinstance(awaited, Signal):
+                awaited.waiting.append(process)
+            elif awaited is not None:  # it goes on
+                self.schedule(process, self.now_ns + awaited)
 
 
 class Stream:
@@ -120,7 +114,7 @@ class Mover:
         self._batched = batched
         self._free = [int(n) for n in shape.capacity]
         self._queue: deque[Expert] = deque()
-        self._victims: list[deque[Expert]] = [deque() for _ in range(shape.n_groups)]
+        self._victims: list[list[Expert]] = [[] for _ in range(shape.n_groups)]
         self._demands: deque[Demand] = deque()
         self._staged: set[Expert] = set()
         self._pinned: set[Expert] = set()
@@ -213,18 +207,13 @@ class Mover:
         if self._free[group] > 0:
             self._free[group] -= 1
             return True
-        kept: list[Expert] = []
-        found = False
         victims = self._victims[group]
-        while victims and not found:
-            victim = victims.popleft()
-            if self.resident[victim] == Residency.RESIDENT and victim in self._pinned:
-                kept.append(victim)
-            elif self.resident[victim] == Residency.RESIDENT:
+        for victim in victims:
+            if self.resident[victim] == Residency.RESIDENT and victim not in self._pinned:
                 self.resident[victim] = Residency.ABSENT
-                found = True
-        victims.extendleft(reversed(kept))
-        return found
+                victims.remove(victim)
+                return True
+        return False
 
     def _wake(self) -> None:
         if not self._work.fired:
