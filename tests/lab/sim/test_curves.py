@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from moeedge.lab.sim.curves import CurvePanel, bootstrap_weights, trace_curves
-from moeedge.lab.sim.replay import ReplayConfig, ReplayInput, replay
+from moeedge.lab.sim.replay import ReplayConfig, ReplayInput
 from moeedge.lab.traces.schedule import cut_schedule, recorded_schedule
-from tests.lab.sim.test_replay import by_name, walk
+from tests.lab.sim.test_replay import rows_of, walk
 from tests.support.progress import SeenProgress
 from tests.support.traces import two_texts
 
@@ -36,8 +36,7 @@ def test_points_are_replays_at_each_limit(fresh_memory: bool) -> None:
     given, panel = panel_of(9, fresh_memory=fresh_memory)
     n_layers = len(given.schedule.trace.expert_layers())
     for limit in (*LIMITS, None):
-        config = ReplayConfig(policies=POLICIES, ratios=(0.3,), max_uploads=limit, fresh_memory=fresh_memory)
-        rows = by_name(replay(given, config))
+        rows = rows_of(given, *POLICIES, ratio=0.3, max_uploads=limit, fresh_memory=fresh_memory)
         for point in panel.points:
             if point.max_uploads != limit:
                 continue

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,7 +42,10 @@ def walk(n_tokens: int, seed: int, *, n_layers: int = 2, n_experts: int = 8, n_t
     return trace
 
 
-def by_name(rows: list[ReplayRow]) -> dict[str, ReplayRow]:
+def rows_of(given: ReplayInput | Schedule, *policies: str, ratio: float = 0.4, **config: Any) -> dict[str, ReplayRow]:
+    """The rows of policies and bounds by name."""
+    given = ReplayInput(given) if isinstance(given, Schedule) else given
+    rows = replay(given, ReplayConfig(policies=policies, ratios=(ratio,), **config))
     return {row.policy: row for row in rows}
 
 
@@ -133,7 +137,7 @@ def test_equals_a_literal_replay(name: str) -> None:
     for schedule in (cut, recorded_schedule(two_texts(seed=5))):
         assert schedule is not None
         pairs, experts, uploads = literal(schedule, name, 0.4)
-        row = by_name(replay(ReplayInput(schedule), ReplayConfig(policies=(name,), ratios=(0.4,))))[name]
+        row = rows_of(schedule, name)[name]
         assert row.hit_rate_pairs == pytest.approx(pairs, abs=1e-6)
         assert row.hit_rate_experts == pytest.approx(experts, abs=1e-6)
         assert row.uploads_per_layer_step == pytest.approx(uploads / schedule.n_steps / 2, abs=1e-6)
@@ -183,8 +187,7 @@ def test_the_default_hits_more_with_hidden_states_that_depend_on_the_context() -
     for known in (trace, replace(trace, hidden_states=hidden_states)):
         schedule = recorded_schedule(known)
         assert schedule is not None
-        row = by_name(replay(ReplayInput(schedule), ReplayConfig(policies=("spac",), ratios=(0.15,))))["spac"]
-        hits.append(row.share_of_oracle or 0.0)
+        hits.append(rows_of(schedule, "spac", ratio=0.15)["spac"].share_of_oracle or 0.0)
     assert hits[1] > 0.9 > hits[0] + 0.1
 
 
@@ -251,10 +254,7 @@ def test_progress_says_what_is_done() -> None:
 @pytest.mark.parametrize("limit", [0.0, 0.25, 1.5])
 def test_the_link_carries_no_more_than_it_can(limit: float) -> None:
     schedule = cut_schedule(walk(100, 4), gamma=3, acceptance_chance=0.7)
-    free = by_name(replay(ReplayInput(schedule), ReplayConfig(policies=("lru", "spac"), ratios=(0.4,))))
-    tied = by_name(
-        replay(ReplayInput(schedule), ReplayConfig(policies=("lru", "spac"), ratios=(0.4,), max_uploads=limit))
-    )
+    free, tied = rows_of(schedule, "lru", "spac"), rows_of(schedule, "lru", "spac", max_uploads=limit)
     for name in ("lru", "spac"):
         assert tied[name].uploads_per_layer_step <= limit + 1e-6
         assert tied[name].hit_rate_pairs <= free[name].hit_rate_pairs or limit > 1
@@ -299,7 +299,7 @@ def test_layers_without_experts_get_no_slots() -> None:
     trace.ids[:, 0] = trace.sentinel
     schedule = cut_schedule(trace, gamma=2, acceptance_chance=0.7)
     assert cache_shape(trace, 0.5).capacity.tolist() == [4]
-    rows = by_name(replay(ReplayInput(schedule), ReplayConfig(policies=("spac", "lru"), ratios=(1.0,))))
+    rows = rows_of(schedule, "spac", "lru", ratio=1.0)
     assert rows["oracle"].hit_rate_pairs == 1.0 and rows["lru"].hit_rate_pairs > 0.9
 
 
@@ -336,12 +336,7 @@ def test_the_default_on_gpt_oss_20b(data_folder: Path, texts: tuple[int, int | N
     trace = read_trace(published_trace(data_folder))
     profile = profile_of(cut_schedule(texts_of(trace, 0, 30), gamma=0))
     schedule = cut_schedule(texts_of(trace, *texts), gamma=8, acceptance_chance=0.8, rejected_token_model=model, seed=0)  # type: ignore[arg-type]
-    rows = by_name(
-        replay(
-            ReplayInput(schedule, profile=profile),
-            ReplayConfig(policies=("spac", *PUBLISHED), ratios=(0.16,), max_uploads=0.4),
-        )
-    )
+    rows = rows_of(ReplayInput(schedule, profile=profile), "spac", *PUBLISHED, ratio=0.16, max_uploads=0.4)
     spac = rows["spac"]
     peers = [name for name in PUBLISHED if rows[name].uploads_per_layer_step <= 0.41]
     best = max(peers, key=lambda name: rows[name].hit_rate_pairs)
