@@ -29,7 +29,7 @@ from moeedge.lab.widen.random_model import (
 from moeedge.llama import library
 from moeedge.llama.gguf_file import read_tensors
 from tests.support.commands import refused, run, run_json
-from tests.support.machine import Here, files_of_at_most
+from tests.support.machine import Here
 from tests.support.stock import tap_context
 
 TOKENS = np.random.default_rng(8).integers(0, 256, 96).tolist()
@@ -248,11 +248,6 @@ def test_a_header_alone(tmp_path: Path) -> None:
 
 
 def test_no_room(tmp_path: Path, here: Here) -> None:
-    """Where the system refuses in the middle of the write, and before it."""
-    with files_of_at_most(5 * 2**20):
-        result = run("lab", "make-model", tmp_path / "m.gguf", "--like", "granite-3.1-1b-a400m", "--layers", 1)
-    assert result.exit_code == 1 and "file too large" in result.stderr and "Traceback" not in result.stderr
-    assert list(tmp_path.iterdir()) == []
     here.set_disk(10**9)
     result = run("lab", "make-model", tmp_path / "m.gguf", "--like", "gpt-oss-120b", "--quant", "mxfp4")
     assert result.exit_code == 1 and "59.0 GiB" in result.stderr
