@@ -83,7 +83,7 @@ def test_rows_end_where_everything_fits_or_are_those_asked_for() -> None:
 
 def test_assumed_hits_are_not_above_what_a_replay_gives() -> None:
     """The table against Qwen3-30B-A3B's synthetic routing; it has the lowest of three."""
-    trace = synthetic_trace(find_model("qwen3-30b-a3b"), 256, 1, 0)
+    trace = synthetic_trace(find_model("qwen3-30b-a3b"), 256, 0)
     ratios = (0.35, 0.5)
     schedule = cut_schedule(trace, gamma=0, acceptance_chance=0.8)
     config = ReplayConfig(policies=("lfu",), ratios=ratios)

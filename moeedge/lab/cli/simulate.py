@@ -175,7 +175,7 @@ def _trace(path: Path | None, model: str, n_tokens: int, seed: int) -> tuple[Tra
     named = None if is_file else _named_shape(model)
     if path is None:
         assert named is not None
-        return synthetic_trace(named, n_tokens, 1, seed), named
+        return synthetic_trace(named, n_tokens, seed), named
     trace = read_trace(path, named.n_experts if named else None)
     shape = named or shape_of_file(Path(model), trace.meta.n_expert_used)
     n_layers, n_experts = len(trace.expert_layers()), trace.meta.n_experts

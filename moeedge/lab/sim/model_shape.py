@@ -49,17 +49,9 @@ class Routing:
     phrase: float
     phrase_tokens: float
 
-    def draw(
-        self, n_layers: int, n_experts: int, k: int, lengths: list[int], rng: np.random.Generator
-    ) -> list[NDArray[np.int32]]:
-        """Expert ids int32 [n_tokens, n_layers, k] of texts of these lengths, the best expert first.
-
-        All texts share one popularity.
-        """
+    def draw(self, n_layers: int, n_experts: int, k: int, n_tokens: int, rng: np.random.Generator) -> NDArray[np.int32]:
+        """Expert ids int32 [n_tokens, n_layers, k] of a text, the best expert first."""
         popular = math.sqrt(self.popularity) * rng.standard_normal((n_layers, n_experts), dtype=np.float32)
-        return [self._text(popular, k, length, rng) for length in lengths]
-
-    def _text(self, popular: NDArray[np.float32], k: int, n_tokens: int, rng: np.random.Generator) -> NDArray[np.int32]:
         processes = [  # deviation of a term, the share of its state that a token keeps, and the state
             (math.sqrt(variance), math.exp(-1.0 / memory), rng.standard_normal(popular.shape, dtype=np.float32))
             for variance, memory in ((self.topic, self.topic_tokens), (self.phrase, self.phrase_tokens))
@@ -71,9 +63,7 @@ class Routing:
                 drawn = rng.standard_normal(popular.shape, dtype=np.float32)
                 state[:] = np.float32(kept) * state + np.float32(math.sqrt(1 - kept * kept)) * drawn
                 score += np.float32(deviation) * state
-            best = np.argpartition(score, -k, axis=1)[:, -k:]
-            order = np.argsort(-np.take_along_axis(score, best, axis=1), axis=1, kind="stable")
-            ids[token] = np.take_along_axis(best, order, axis=1)
+            ids[token] = np.argsort(-score, axis=1, kind="stable")[:, :k]
         return ids
 
 

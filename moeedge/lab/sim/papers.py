@@ -83,7 +83,7 @@ def run_case(case: Case) -> SimulationResult:
 
 @cache
 def _text(model: str, n_tokens: int, seed: int) -> Trace:
-    return synthetic_trace(find_model(model), n_tokens, 1, seed)
+    return synthetic_trace(find_model(model), n_tokens, seed)
 
 
 @dataclass(frozen=True)
@@ -275,9 +275,9 @@ class Papers:
         """SP-MoE on one of its pairs, prefetching for so many layers."""
         figure = self.data["cutoff"]
         entry = figure["models"][model]
-        accuracy, options = PredictorAccuracy(critical=entry["critical"]), (("cutoff_layer", layer),)
+        accuracy = PredictorAccuracy(critical=entry["critical"])
         table = entry | {"model": model, "gamma": figure["gamma"], "hardware": figure["hardware"]}
-        row = self._row(table, figure["system"], accuracy=accuracy, options=options)
+        row = self._row(table, figure["system"], accuracy=accuracy, cutoff_layer=layer)
         rates = {"link_bytes_per_s": find_model(model).expert_bytes / entry["expert_s"]}
         return replace(row, name=f"{model}, layer {layer}", rates=rates, draft_s=entry["draft_s"])
 

@@ -43,7 +43,7 @@ class SimulationConfig:
     max_steps: int | None = None  # verifications, >= 1; None: as many as the text gives
     n_whole_layers: int = 0  # whose experts are all on the device, at the cost of the cache
     budget: ExpertBudget | None = None  # of verifications
-    options: tuple[tuple[str, Any], ...] = ()  # other fields of PolicyConfig
+    cutoff_layer: int | None = None  # see PolicyConfig
 
     def __post_init__(self) -> None:
         about, chance = "the cache ratio (--cache-ratio) must be from 0 to 1 (1: all experts), not", self.acceptance
@@ -185,23 +185,23 @@ def compare_with_stock(rows: list[dict[str, Any]]) -> None:
         row["over_stock"] = row["tg_ts"] / stock_ts if stock_ts else None
 
 
-def synthetic_trace(shape: ModelShape, n_tokens: int, n_texts: int, seed: int) -> Trace:
-    """Texts of plain decoding by the model's synthetic routing. Raises ValueError where the model has none."""
+def synthetic_trace(shape: ModelShape, n_tokens: int, seed: int) -> Trace:
+    """A text of plain decoding by the model's synthetic routing. Raises ValueError where the model has none."""
     if shape.routing is None:
         raise ValueError(f"the routing of {shape.name} is not known; give a trace with --trace FILE")
     rng = np.random.default_rng(seed)
-    texts = shape.routing.draw(shape.n_expert_layers, shape.n_experts, shape.k, [n_tokens] * n_texts, rng)
-    position = np.tile(np.arange(n_tokens, dtype=np.int32), n_texts)
+    ids = shape.routing.draw(shape.n_expert_layers, shape.n_experts, shape.k, n_tokens, rng)
+    position = np.arange(n_tokens, dtype=np.int32)
     return Trace(
         meta=TraceMeta(
             model=shape.name, n_layers=shape.n_expert_layers, n_experts=shape.n_experts, n_expert_used=shape.k
         ),
-        ids=np.concatenate(texts).astype(ids_dtype(shape.n_experts)),
-        phase=np.full(position.size, Phase.DECODE, dtype=np.uint8),
-        sequence=np.repeat(np.arange(n_texts, dtype=np.int32), n_tokens),
+        ids=ids.astype(ids_dtype(shape.n_experts)),
+        phase=np.full(n_tokens, Phase.DECODE, dtype=np.uint8),
+        sequence=np.zeros(n_tokens, dtype=np.int32),
         step=position,
-        accepted=np.ones(position.size, dtype=np.bool_),
-        token=np.full(position.size, -1, dtype=np.int32),
+        accepted=np.ones(n_tokens, dtype=np.bool_),
+        token=np.full(n_tokens, -1, dtype=np.int32),
         position=position,
     )
 
@@ -236,7 +236,7 @@ def simulate(costs: StepCosts, trace: Trace, config: SimulationConfig) -> Simula
         cap=config.cap,
         ablations=config.ablations - {"no-sd"},
         cost_model=costs.cost_model(config.cap),
-        **dict(config.options),
+        cutoff_layer=config.cutoff_layer,
     )
     execution = Execution(
         costs,

@@ -38,7 +38,8 @@ CONFIG = SimulationConfig(policy="spac", cache_ratio=0.25, gamma=4)
 
 @pytest.fixture(scope="module")
 def texts() -> Trace:
-    return synthetic_trace(SMALL, 120, 2, seed=0)
+    """Two texts, cut from one."""
+    return replace(synthetic_trace(SMALL, 240, seed=0), sequence=np.repeat(np.arange(2, dtype=np.int32), 120))
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +62,7 @@ def test_every_policy_runs_and_its_parts_add_up(policy: str, texts: Trace, costs
 def test_the_same_seed_gives_the_same_events(policy: str, costs: StepCosts) -> None:
     found = []
     for seed in (0, 0, 1):
-        text = synthetic_trace(SMALL, 80, 1, seed)
+        text = synthetic_trace(SMALL, 80, seed)
         result = simulate(costs, text, replace(CONFIG, policy=policy, seed=seed))
         found.append(result.row())
     assert found[0] == found[1] != found[2]
@@ -106,7 +107,7 @@ def unique_experts(ids: NDArray[np.int32], n_tokens: int) -> float:
 def test_synthetic_routing_has_the_published_numbers_of_distinct_experts() -> None:
     """Qwen3-30B-A3B at k = 6, from the production study: within 5 %."""
     assert QWEN3.routing is not None
-    ids = QWEN3.routing.draw(12, 128, 6, [400], np.random.default_rng(3))[0]
+    ids = QWEN3.routing.draw(12, 128, 6, 400, np.random.default_rng(3))
     published = {2: 9.72, 4: 15.56, 8: 23.56, 9: 25.13, 16: 33.48}
     for n_tokens, unique in published.items():
         assert unique_experts(ids, n_tokens) == pytest.approx(unique, rel=0.05)
@@ -114,7 +115,7 @@ def test_synthetic_routing_has_the_published_numbers_of_distinct_experts() -> No
 
 def test_routing_without_memory_follows_the_uniform_formula() -> None:
     routing = Routing(popularity=0, topic=0, topic_tokens=1, phrase=0, phrase_tokens=1)
-    ids = routing.draw(8, 64, 4, [400], np.random.default_rng(0))[0]
+    ids = routing.draw(8, 64, 4, 400, np.random.default_rng(0))
     assert unique_experts(ids, 9) == pytest.approx(64 * (1 - (1 - 4 / 64) ** 9), rel=0.02)
 
 
@@ -168,8 +169,8 @@ def test_stock_has_its_layers_from_the_first_step_on() -> None:
     for ratio, n_whole in ((0.0, 0), (0.3, 14), (1.0, 47)):
         config = stock_config(SimulationConfig(policy="spac", cache_ratio=ratio, gamma=8, seed=3), 48)
         assert (config.gamma, config.n_whole_layers, config.seed) == (0, n_whole, 3)
-        short = simulate(costs, synthetic_trace(shape, 24, 1, 3), config)
-        full = simulate(costs, synthetic_trace(shape, 128, 1, 3), replace(config, n_whole_layers=0))
+        short = simulate(costs, synthetic_trace(shape, 24, 3), config)
+        full = simulate(costs, synthetic_trace(shape, 128, 3), replace(config, n_whole_layers=0))
         assert short.tg_ts == pytest.approx(full.tg_ts, rel=0.01) if ratio < 1 else short.tg_ts > full.tg_ts
 
 
