@@ -94,15 +94,15 @@ def widen(
     trained model, while memory and memory traffic become those of the real shape. Tokenizer and chat template stay, so
     that the draft fits. The source is the bundled target, or any qwen3moe or qwen3 model.
     """
-    from moeedge.lab.widen.layout import WeightType, make_wide_plan
+    from moeedge.lab.widen.layout import TYPES, make_wide_plan
 
-    types = [weight_type.value for weight_type in WeightType]
-    if type is not None and type.lower() not in types:
-        raise InputError(f"Unknown type {type!r}.", f"Choose from: {', '.join(types)}.")
+    type_ = None if type is None else type.lower()
+    if type_ is not None and type_ not in TYPES:
+        raise InputError(f"Unknown type {type!r}.", f"Choose from: {', '.join(TYPES)}.")
     source = resolve_models(model, "none").target
     named = {"embd": embd, "ff": ff, "heads": heads, "heads_kv": heads_kv, "head_dim": head_dim, "layers": layers}
     sizes = {name: size for name, size in named.items() if size is not None}
-    plan = make_wide_plan(source, sizes, like=like, type_=None if type is None else WeightType(type.lower()))
+    plan = make_wide_plan(source, sizes, like=like, type_=type_)
     if not dry_run:
         _write(plan, out, source, "widening", force=force, sparse=sparse)
     emit(output, widened_json, print_widened, plan, None if dry_run else out)

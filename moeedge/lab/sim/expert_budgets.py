@@ -74,13 +74,9 @@ class BudgetedTrace:
         meta = self.trace.meta
         self._layers = np.array(self.trace.expert_layers(), dtype=np.intp)
         self._used = self.trace.used_per_layer
-        self._budgets = np.full(meta.n_layers, meta.n_experts, dtype=np.int32)
-        self._static: NDArray[np.float64] | None = None
-        if self.budget is None:
-            return
-        self._budgets = self.budget.per_layer(self._layers, meta.n_layers, meta.n_experts, self._used)
-        if isinstance(self.budget, StaticBudget):
-            self._static = static_scores(self.budget.order)
+        budget = self.budget or ExpertBudget(budget=meta.n_experts)
+        self._budgets = budget.per_layer(self._layers, meta.n_layers, meta.n_experts, self._used)
+        self._static = static_scores(budget.order) if isinstance(budget, StaticBudget) else None
 
     def row(self) -> dict[str, Any]:
         """The figures of `stats`, means by layer and step, and what they were made of, as -o json prints them."""

@@ -48,7 +48,8 @@ class Slots:
         An upload that finds neither is left out.
         """
         n = self.shape.n_experts
-        up, down = _flat_ids(plan.uploads, n), _flat_ids(plan.victims, n)
+        up: IndexArray = plan.uploads[:, 0] * np.intp(n) + plan.uploads[:, 1]  # flat ids
+        down: IndexArray = plan.victims[:, 0] * np.intp(n) + plan.victims[:, 1]
         if up.size == 0:
             return up
         if self.shape.n_groups == 1:
@@ -65,12 +66,6 @@ class Slots:
         self._flat[up] = 1
         self._held[group] += up.size - n_out
         return up
-
-
-def _flat_ids(pairs: NDArray[np.int32], n_experts: int) -> IndexArray:
-    """Flat ids of layers and experts [n, 2]."""
-    flat_ids: IndexArray = pairs[:, 0] * np.intp(n_experts) + pairs[:, 1]
-    return flat_ids
 
 
 @dataclass

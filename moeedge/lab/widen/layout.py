@@ -10,7 +10,6 @@ import math
 import re
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, replace
-from enum import Enum
 from pathlib import Path
 from typing import IO, Any
 
@@ -32,6 +31,7 @@ from moeedge.lab.widen.maps import (
     repetitions,
     row_bytes,
 )
+from moeedge.lab.widen.quant_mix import QUANTS
 from moeedge.lab.widen.writer import FilePlan
 from moeedge.llama import gguf_file
 
@@ -200,20 +200,11 @@ def _like(source: Shape, like: str, named: Mapping[str, int]) -> tuple[Shape, li
 _LAYER = re.compile(r"^blk\.(\d+)\.(.+)$")
 
 
-class WeightType(str, Enum):
-    """Types for feed-forward matrices; other tensors keep the source's types."""
-
-    Q4_0 = "q4_0"
-    Q4_K = "q4_k"
-    Q8_0 = "q8_0"
-    F16 = "f16"
-
-
-TYPES = {
-    WeightType.Q4_0: (GgmlType.Q4_0, gguf.LlamaFileType.MOSTLY_Q4_0),
-    WeightType.Q4_K: (GgmlType.Q4_K, gguf.LlamaFileType.MOSTLY_Q4_K_S),
-    WeightType.Q8_0: (GgmlType.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
-    WeightType.F16: (GgmlType.F16, gguf.LlamaFileType.MOSTLY_F16),
+TYPES = {  # for feed-forward matrices; other tensors keep the source's types
+    "q4_0": QUANTS["q4_0"],
+    "q4_k": (GgmlType.Q4_K, gguf.LlamaFileType.MOSTLY_Q4_K_S),
+    "q8_0": QUANTS["q8_0"],
+    "f16": QUANTS["f16"],
 }
 
 
@@ -277,7 +268,7 @@ def is_ffn(name: str) -> bool:
 class Layout:
     """The maps of all dimensions, and the dimensions of each tensor."""
 
-    def __init__(self, keys: dict[str, Any], narrow: Shape, wide: Shape, type_: WeightType | None) -> None:
+    def __init__(self, keys: dict[str, Any], narrow: Shape, wide: Shape, type_: str | None) -> None:
         self._keys, self._narrow, self._wide, self._type = keys, narrow, wide, type_
         self._arch = keys["general.architecture"]
         if narrow.head_dim != wide.head_dim and keys.get(f"{self._arch}.rope.scaling.type", "none") != "none":
@@ -421,7 +412,7 @@ class WidePlan(FilePlan):
 
 
 def make_wide_plan(
-    source: Path, sizes: Mapping[str, int], *, like: str | None = None, type_: WeightType | None = None
+    source: Path, sizes: Mapping[str, int], *, like: str | None = None, type_: str | None = None
 ) -> WidePlan:
     """Reads the header of `source` and lays out the wide file. Raises InputError for an impossible shape or type.
 
@@ -452,7 +443,7 @@ def make_wide_plan(
     )
 
 
-def _type_notes(tensors: tuple[WideTensor, ...], type_: WeightType | None) -> Iterator[str]:
+def _type_notes(tensors: tuple[WideTensor, ...], type_: str | None) -> Iterator[str]:
     """Yields notes on row lengths that do not allow the requested type. Raises InputError if no matrix allows it."""
     if type_ is None:
         return

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from moeedge.data.datasets import load_toy
-from moeedge.lab.widen.layout import WeightType, make_wide_plan
+from moeedge.lab.widen.layout import make_wide_plan
 from moeedge.llama.model import Model
 from tests.conftest import TinyFactory
 from tests.support.stock import StockContext
@@ -23,7 +23,7 @@ WIDER = dict(embd=256, ff=128, heads=16, heads_kv=4, layers=54)
 LARGER_HEADS = WIDER | {"head_dim": 128}
 
 
-def widened(source: Path, folder: Path, asked: dict[str, int], type_: WeightType | None = None) -> Path:
+def widened(source: Path, folder: Path, asked: dict[str, int], type_: str | None = None) -> Path:
     path = folder / "wide.gguf"
     make_wide_plan(source, asked, type_=type_).write(path)
     return path
@@ -66,12 +66,8 @@ def test_larger_heads_differ_by_rounding(embd: int, head_dim: int, tiny: TinyFac
     assert np.abs(found - expected).max() < 2e-3 * np.abs(expected).max()
 
 
-@pytest.mark.parametrize(
-    ("type_", "error"), [(WeightType.F16, 0.01), (WeightType.Q8_0, 0.05), (WeightType.Q4_K, 0.3)], ids=str
-)
-def test_other_types_differ_by_their_rounding(
-    type_: WeightType, error: float, tiny: TinyFactory, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("type_", "error"), [("f16", 0.01), ("q8_0", 0.05), ("q4_k", 0.3)])
+def test_other_types_differ_by_their_rounding(type_: str, error: float, tiny: TinyFactory, tmp_path: Path) -> None:
     narrow = tiny("qwen3", dense_type="F32")
     wide = widened(narrow, tmp_path, dict(embd=256, ff=256), type_)
     found, expected = logits(wide), logits(narrow)
