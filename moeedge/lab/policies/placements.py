@@ -42,8 +42,6 @@ _TOKENS_MAX = 32  # of a batch that fills llama-cpp-cache
 
 
 class Fiddler(Static):
-    """Placement as in static, without a draft model."""
-
     name = "fiddler"
     execution_model = ExecutionModel(speculation=False)
 
@@ -64,29 +62,21 @@ class EntireLayers(PerLayerPolicy):
 
 
 class LlamaCpp(EntireLayers):
-    """llama.cpp without a draft model."""
-
     name = "llama-cpp"
     execution_model = ExecutionModel(layerwise=True, speculation=False)
 
 
 class LlamaCppSd(EntireLayers):
-    """llama.cpp with a draft model."""
-
     name = "llama-cpp-sd"
     execution_model = ExecutionModel(layerwise=True)
 
 
 class Vllm(EntireLayers):
-    """The GPU reads the first layers over the link."""
-
     name = "vllm"
     execution_model = ExecutionModel(device_only=True, layerwise=True, speculation=False)
 
 
 class Accelerate(EntireLayers):
-    """The last layers are loaded for each pass."""
-
     name = "accelerate"
     execution_model = ExecutionModel(device_only=True, layerwise=True, speculation=False)
     from_last = False

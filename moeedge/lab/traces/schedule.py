@@ -148,14 +148,12 @@ class Schedule:
         counts = by_row.reshape(n_batches, n_layers, n_experts).astype(np.int32)
         tokens = trace.token[rows]
         is_known = bool((tokens >= 0).all())
-        ends = np.cumsum(lengths)
+        begins = self.starts[first:last] - self.starts[first]
         if not self.drafts_known:  # and never was: the rows of rejected drafts are other tokens of the text
-            is_rejected = np.arange(rows.size) - np.repeat(ends - lengths, lengths) >= np.repeat(
-                self.n_text[first:last], lengths
-            )
-            tokens = np.where(is_rejected, np.int32(-1), tokens)
-        for index, (end, length) in enumerate(zip(ends, lengths, strict=True)):
-            part = slice(end - length, end)
+            is_text = np.arange(rows.size) < np.repeat(begins + self.n_text[first:last], lengths)
+            tokens = np.where(is_text, tokens, np.int32(-1))
+        for index, (begin, length) in enumerate(zip(begins, lengths, strict=True)):
+            part = slice(begin, begin + length)
             prefill = bool(self.prefill[first + index])
             yield Batch(
                 ids=np.ascontiguousarray(ids[part].transpose(1, 0, 2)),

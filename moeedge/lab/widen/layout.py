@@ -143,9 +143,8 @@ def wider_shape(source: Shape, named: Mapping[str, int], like: str | None) -> tu
 
 
 def _check_named(source: Shape, named: Mapping[str, int]) -> None:
-    options = {"heads_kv": "--heads-kv", "head_dim": "--head-dim"}
     for name, size in named.items():
-        option, minimum = options.get(name, f"--{name}"), getattr(source, name)
+        option, minimum = "--" + name.replace("_", "-"), getattr(source, name)
         if size < minimum:
             raise InputError(
                 f"{option} {size} is less than the source's {minimum}.", "Give a size that is not smaller."
@@ -363,10 +362,8 @@ class Layout:
         }
         if narrow.experts:
             changed[f"{arch}.expert_feed_forward_length"] = wide.ff
-            dense = int(keys.get(f"{arch}.feed_forward_length", narrow.ff))
-            changed[f"{arch}.feed_forward_length"] = math.ceil(dense * wide.ff / narrow.ff)
-        else:
-            changed[f"{arch}.feed_forward_length"] = wide.ff
+        dense = int(keys.get(f"{arch}.feed_forward_length", narrow.ff))
+        changed[f"{arch}.feed_forward_length"] = math.ceil(dense * wide.ff / narrow.ff)
         if f"{arch}.rope.dimension_count" in keys:
             changed[f"{arch}.rope.dimension_count"] = wide.head_dim
         if self._type is not None:
