@@ -22,7 +22,7 @@ DEMAND_FILLED = ("lru", "lfu", "fate", "adapmoe", "hybrimoe", "sp-moe", "mixtral
 def batches_of(counts: NDArray[np.int32], n_prompts: int = 0) -> list[Batch]:
     """Batches of one text from counts [n, n_layers, n_experts]; the first ones are prompts, which no figure counts."""
     return [
-        Batch(counts=each, ids=None, n_tokens=4, n_accepted=3, is_first=at == 0, prefill=at < n_prompts)  # type: ignore[arg-type]
+        Batch(counts=each, ids=None, n_tokens=4, n_accepted=3, is_first=at == 0, prefill=at < n_prompts)
         for at, each in enumerate(counts)
     ]
 

@@ -32,7 +32,7 @@ N_EXPERTS = 8
 def step_of(ids: NDArray[np.int32], n_experts: int = N_EXPERTS, **more: object) -> Observation:
     """ids [n_layers, n_tokens, k]."""
     counts = np.stack([np.bincount(layer.ravel(), minlength=n_experts) for layer in ids])
-    return Observation(counts, ids.shape[1], ids.shape[1] - 1, None, ids, **more)  # type: ignore[arg-type]
+    return Observation(counts, ids.shape[1], ids.shape[1] - 1, None, ids, **more)
 
 
 def requests(seed: int, n: int, n_experts: int = N_EXPERTS) -> list[int]:
@@ -149,7 +149,7 @@ def test_moe_infinity_wants_near_layers_first() -> None:
     policy.observe(step_of(np.full((4, 1, 1), 2, dtype=np.int32), 4))
     plan = policy.plan(np.zeros((4, 4), dtype=np.uint8), [])
     assert plan.uploads.tolist() == [[0, 2], [1, 2]]
-    plan = policy.plan_layer(1, np.zeros((4, 4), dtype=np.uint8))  # type: ignore[attr-defined]
+    plan = policy.plan_layer(1, np.zeros((4, 4), dtype=np.uint8))
     assert plan.uploads.tolist() == [[2, 2], [3, 2]]
 
 
@@ -165,7 +165,7 @@ def test_hybrimoe_averages_the_highest_scores() -> None:
         policy.observe(step_of(ids, router_scores=scores.reshape(1, 1, -1)))
         top = np.where(scores >= np.sort(scores)[-4], scores, 0.0)
         want = 0.5 * top + 0.5 * want
-    assert np.allclose(policy._score[0], want, atol=1e-6)  # type: ignore[attr-defined]
+    assert np.allclose(policy._score[0], want, atol=1e-6)
 
 
 def greedy_queue(tokens: list[int], there: list[bool]) -> float:

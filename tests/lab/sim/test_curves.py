@@ -96,10 +96,10 @@ def test_intervals_are_those_of_resampled_texts() -> None:
     rate, lead = entries["spac", 1.0].hit_rate_pairs, entries["spac", 1.0].beyond_reference
     assert rate == spac.hit_rate_pairs and rate.low < rate.value < rate.high
     assert [rate.low, rate.high] == pytest.approx(np.percentile(rates, [2.5, 97.5]).tolist(), abs=0.004)
-    assert lead is not None and lead.value == pytest.approx(rate.value - lfu.hit_rate_pairs.value, abs=1e-6)
+    assert lead.value == pytest.approx(rate.value - lfu.hit_rate_pairs.value, abs=1e-6)
     assert [lead.low, lead.high] == pytest.approx(np.percentile(leads, [2.5, 97.5]).tolist(), abs=0.004)
     itself = entries["lfu", 1.0].beyond_reference
-    assert itself is not None and (itself.low, itself.value, itself.high) == (0, 0, 0)
+    assert (itself.low, itself.value, itself.high) == (0, 0, 0)
 
 
 def test_few_texts_are_resampled_in_blocks_of_steps() -> None:
@@ -110,7 +110,6 @@ def test_few_texts_are_resampled_in_blocks_of_steps() -> None:
 
 def test_the_same_whatever_the_number_of_processes() -> None:
     schedule = recorded_schedule(two_texts())
-    assert schedule is not None
     inputs, config = [ReplayInput(schedule)], ReplayConfig(policies=("spac", "lfu"), ratios=(0.25, 0.5))
     progress = SeenProgress()
     alone, shared = (

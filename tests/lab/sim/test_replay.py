@@ -135,7 +135,6 @@ def test_equals_a_literal_replay(name: str) -> None:
     text = walk(30, 3, n_texts=2)
     cut = cut_schedule(text, gamma=2, acceptance_chance=0.7, rejected_token_model="pessimistic", seed=1)
     for schedule in (cut, recorded_schedule(two_texts(seed=5))):
-        assert schedule is not None
         pairs, experts, uploads = literal(schedule, name, 0.4)
         row = rows_of(schedule, name)[name]
         assert row.hit_rate_pairs == pytest.approx(pairs, abs=1e-6)
@@ -145,7 +144,6 @@ def test_equals_a_literal_replay(name: str) -> None:
 
 def test_recorded_batches_keep_gamma_and_acceptance() -> None:
     schedule = recorded_schedule(two_texts())
-    assert schedule is not None
     assert (schedule.gamma, schedule.rejected_token_model) == (2, "recorded")
     assert schedule.acceptance_chance == pytest.approx(0.5)
     assert (schedule.n_steps, schedule.n_texts) == (6, 2)
@@ -153,7 +151,7 @@ def test_recorded_batches_keep_gamma_and_acceptance() -> None:
     batches = list(schedule.batches())
     assert [batch.n_accepted for batch in batches] == [0, 0, 2, 1, 0, 0, 1, 0]
     assert [batch.is_first for batch in batches] == [True, False, False, False, True, False, False, False]
-    assert batches[2].tokens is not None and batches[2].tokens.tolist() == [6, 7, 8]
+    assert batches[2].tokens.tolist() == [6, 7, 8]
     assert recorded_schedule(walk(5, 0)) is None
 
 
@@ -164,11 +162,9 @@ def test_batches_hold_the_known_hidden_states() -> None:
     starts = np.flatnonzero(np.diff(trace.step, prepend=-1) != 0)
     hidden_states[starts[2] + 1] = np.nan  # the second token of the second verification
     schedule = recorded_schedule(replace(trace, hidden_states=hidden_states))
-    assert schedule is not None
     batches = list(schedule.batches())
     known = [0 if batch.hidden_states is None else len(batch.hidden_states) for batch in batches]
     assert known == [0, 2, 1, 2, 0, 2, 2, 0]  # never of the last draft, nor of a token alone
-    assert batches[1].hidden_states is not None
     np.testing.assert_array_equal(batches[1].hidden_states, hidden_states[3:5])
 
 
@@ -186,7 +182,6 @@ def test_the_default_hits_more_with_hidden_states_that_depend_on_the_context() -
     hits = []
     for known in (trace, replace(trace, hidden_states=hidden_states)):
         schedule = recorded_schedule(known)
-        assert schedule is not None
         hits.append(rows_of(schedule, "spac", ratio=0.15)["spac"].share_of_oracle or 0.0)
     assert hits[1] > 0.9 > hits[0] + 0.1
 
@@ -229,7 +224,6 @@ def test_a_cut_window_tells_no_policy_how_many_drafts_will_be_accepted(model: Re
             replayed.run(each)
         for batch, (before, observation) in enumerate(zip(spy.before[:-1], spy.observed, strict=True)):
             rows = schedule.rows[schedule.starts[batch] : schedule.starts[batch + 1]]
-            assert observation.tokens is not None
             if schedule.prefill[batch]:
                 assert observation.tokens.tolist() == trace.token[rows].tolist()
                 assert before in ([], [((), None)])  # the plan after the text before
@@ -268,7 +262,7 @@ def test_noisy_predictions_have_the_stated_accuracy() -> None:
     for batch in schedule.batches():
         if not batch.prefill:
             prediction = predictor.predict(batch.ids).of_draft(batch.n_tokens - 1)
-            assert prediction is not None and (prediction.layer_ids[:, -1] == -1).all()
+            assert (prediction.layer_ids[:, -1] == -1).all()
             right += int((prediction.layer_ids == batch.ids)[:, :-1].sum())
             predicted += batch.ids[:, :-1].size
     assert right / predicted == pytest.approx(0.7, abs=0.03)
@@ -313,7 +307,7 @@ def test_a_trace_without_experts_is_refused() -> None:
 def test_impossible_configurations_are_refused() -> None:
     for wrong in ({"ratios": (1.2,)}, {"ratios": ()}, {"max_uploads": -1.0}):
         with pytest.raises(ValueError):
-            ReplayConfig(**({"policies": ("spac",), "ratios": (0.1,)} | wrong))  # type: ignore[arg-type]
+            ReplayConfig(**({"policies": ("spac",), "ratios": (0.1,)} | wrong))
     with pytest.raises(ValueError, match="accuracy"):
         PredictorAccuracy(next_gate=2.0)
 
@@ -335,11 +329,11 @@ def test_the_default_on_gpt_oss_20b(data_folder: Path, texts: tuple[int, int | N
     """
     trace = read_trace(published_trace(data_folder))
     profile = profile_of(cut_schedule(texts_of(trace, 0, 30), gamma=0))
-    schedule = cut_schedule(texts_of(trace, *texts), gamma=8, acceptance_chance=0.8, rejected_token_model=model, seed=0)  # type: ignore[arg-type]
+    schedule = cut_schedule(texts_of(trace, *texts), gamma=8, acceptance_chance=0.8, rejected_token_model=model, seed=0)
     rows = rows_of(ReplayInput(schedule, profile=profile), "spac", *PUBLISHED, ratio=0.16, max_uploads=0.4)
     spac = rows["spac"]
     peers = [name for name in PUBLISHED if rows[name].uploads_per_layer_step <= 0.41]
     best = max(peers, key=lambda name: rows[name].hit_rate_pairs)
     assert {"lfu", "lru", "spac-paper", "spac-program", "hybrimoe", "static"} <= set(peers)
     assert spac.hit_rate_pairs > rows[best].hit_rate_pairs, best
-    assert spac.share_of_oracle is not None and spac.share_of_oracle >= 0.80
+    assert spac.share_of_oracle >= 0.80

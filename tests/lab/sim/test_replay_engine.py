@@ -50,7 +50,6 @@ class WaitingStore:
 def wait_for_plans_and_transfers(session: Session) -> None:
     """Makes the session plan and move experts before it goes on, instead of at the same time."""
     placement = session.placement
-    assert placement is not None
     placement.driver.store = WaitingStore(placement.driver.store, placement.cache)
 
     def before_verification(*arguments: Any) -> None:
@@ -61,8 +60,8 @@ def wait_for_plans_and_transfers(session: Session) -> None:
         PlacementManager.after_verification(placement, *arguments)
         placement.wait()
 
-    placement.before_verification = before_verification  # type: ignore[method-assign]
-    placement.after_verification = after_verification  # type: ignore[method-assign]
+    placement.before_verification = before_verification
+    placement.after_verification = after_verification
 
 
 def run_engine(pair: tuple[Path, Path], policy: str, prompts: list[list[int]] | list[Prompt]) -> tuple[HitStats, Trace]:
@@ -79,7 +78,6 @@ def run_engine(pair: tuple[Path, Path], policy: str, prompts: list[list[int]] | 
     )
     hits = HitStats()
     with Session.open(config) as session:
-        assert session.placement is not None and session.target.sensor is not None
         wait_for_plans_and_transfers(session)
         collector = TraceCollector(filled(TraceMeta, session.info, source="test"))
         session.observers.append(collector)
@@ -94,7 +92,6 @@ def run_engine(pair: tuple[Path, Path], policy: str, prompts: list[list[int]] | 
             for _ in generation:
                 pass
             after = session.placement_stats()
-            assert before is not None and after is not None
             interval = after - before
             hits.pairs += interval.pairs
             hits.pairs_hit += interval.pairs_hit
@@ -108,7 +105,6 @@ def tokens_of(session: Session, prompt: Prompt) -> list[int]:
 def run_replay(trace: Trace, policy: str) -> HitStats:
     """The same from empty slots."""
     schedule = recorded_schedule(trace)
-    assert schedule is not None
     shape = cache_shape(trace, RATIO)
     planned = make_policy(policy, shape, PolicyConfig(gamma=GAMMA))
     planned.execution_model = replace(planned.execution_model, refills_within_step=False)  # as in the engine

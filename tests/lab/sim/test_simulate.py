@@ -106,7 +106,6 @@ def unique_experts(ids: NDArray[np.int32], n_tokens: int) -> float:
 
 def test_synthetic_routing_has_the_published_numbers_of_distinct_experts() -> None:
     """Qwen3-30B-A3B at k = 6, from the production study: within 5 %."""
-    assert QWEN3.routing is not None
     ids = QWEN3.routing.draw(12, 128, 6, 400, np.random.default_rng(3))
     published = {2: 9.72, 4: 15.56, 8: 23.56, 9: 25.13, 16: 33.48}
     for n_tokens, unique in published.items():
@@ -142,7 +141,7 @@ def test_a_name_means_the_catalog_s_quantization_and_a_suffix_another() -> None:
     catalog = load_catalog()
     for name, shape in builtin_models().items():
         choice = catalog.find(name.partition(":")[0])
-        assert choice is not None and find_model(name.upper()) == shape
+        assert find_model(name.upper()) == shape
         assert (shape.quant == choice.variant.quant) == (":" not in name), name
     assert find_model("qwen3-30b-a3b:q4_k_m") == find_model("qwen3-30b-a3b") != find_model("qwen3-30b-a3b:F16")
     for wrong in ("qwen3-30b-a3b:IQ2_M", "qwen3"):
@@ -177,7 +176,7 @@ def test_stock_has_its_layers_from_the_first_step_on() -> None:
 @pytest.mark.parametrize("wrong", [{"cache_ratio": 1.5}, {"gamma": -1}, {"acceptance": 2.0}, {"link_factor": 0.0}])
 def test_an_impossible_configuration_is_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=r"must be"):
-        replace(CONFIG, **wrong)  # type: ignore[arg-type]
+        replace(CONFIG, **wrong)
 
 
 def test_an_entry_says_what_differs_from_the_one_that_it_is_like() -> None:
@@ -201,10 +200,9 @@ def test_a_rate_is_fast_where_it_is_high_and_a_time_where_it_is_low() -> None:
 
 @pytest.mark.parametrize("policy", [name for name in TABLE if name not in BOUNDS])
 def test_every_policy_has_a_program(policy: str) -> None:
-    fast, chosen, slow = (program_of(policy, side) for side in ("fast", "chosen", "slow"))  # type: ignore[arg-type]
+    fast, chosen, slow = (program_of(policy, side) for side in ("fast", "chosen", "slow"))
     assert fast.schedule_s <= chosen.schedule_s <= slow.schedule_s
     if chosen.handoff is not None:
-        assert fast.handoff is not None and slow.handoff is not None
         assert fixed_s(fast.handoff, LINK) < fixed_s(chosen.handoff, LINK) < fixed_s(slow.handoff, LINK)
 
 

@@ -32,7 +32,7 @@ def costs(**changes: object) -> StepCosts:
         "demand_ns": MOVE, "latency_ns": LATENCY, "dense_ns": DENSE, "head_ns": HEAD, "draft_ns": DRAFT,
         "schedule_ns": 0,
     }  # fmt: skip
-    return StepCosts(**(values | changes))  # type: ignore[arg-type]
+    return StepCosts(**(values | changes))
 
 
 def plan(shape: CacheShape, uploads: Sequence[tuple[int, int]], victims: Sequence[tuple[int, int]] = ()) -> Plan:
@@ -94,7 +94,7 @@ def test_processes_run_in_the_order_of_time_and_then_of_number() -> None:
         bell.fire(clock)
 
     for process in (walker("a", 20), walker("b", 10), walker("c", 20), ringer(), walker("late", 40)):
-        clock.start(process)  # type: ignore[arg-type]
+        clock.start(process)
     clock.run()
     assert log == [("b", 10), ("a", 20), ("c", 20), ("b", 30), ("a", 30), ("c", 30), ("late", 40), ("late", 40)]
 
@@ -168,14 +168,14 @@ def test_slots_are_never_exceeded_and_pinned_experts_stay(
             pinned = [expert for expert in used if expert in resident and expert[0] == 0]
             mover.pin(0, [expert for _, expert in pinned])
             absent = [expert for expert in uploads if mover.resident[expert] == 0]
-            mover.push(plan(shape, absent, resident))  # type: ignore[arg-type]
+            mover.push(plan(shape, absent, resident))
             for _ in range(3):
                 yield wait_ns
                 assert np.count_nonzero(mover.resident) <= capacity
                 assert all(mover.resident[expert] == Residency.RESIDENT for expert in pinned)
 
     clock.start(mover.process())
-    clock.start(driver())  # type: ignore[arg-type]
+    clock.start(driver())
     clock.run()
 
 

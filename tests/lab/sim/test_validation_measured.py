@@ -36,7 +36,7 @@ def test_a_kept_calibration_gives_costs(tmp_path: Path) -> None:
     file = tmp_path / "kept.json"
     write_measurement(file, calibration(1e-4))
     costs, name = calibrated_costs(str(file), "") or (None, "")
-    assert costs is not None and name == "kept"
+    assert name == "kept"
     assert costs.cpu_ns[:4].tolist() == [0, 100_000, 200_000, 300_000]  # beyond the curve in proportion
     assert (costs.transfer_ns, costs.draft_ns, costs.dense_ns, costs.block_ns) == (50_000, 10**6, 30_000, 2000)
     write_measurement(file, calibration(None))
@@ -55,7 +55,7 @@ def test_the_newest_measurement_of_a_model_is_taken() -> None:
     for name, cpu_s in (("model.gguf", 1e-4), ("model.gguf", 2e-4), ("model.gguf-budget", 3e-4), ("other.gguf", 4e-4)):
         write_measurement(measurement_file(name, {"cpu_s": cpu_s}), calibration(cpu_s))
     found = calibrated_costs("this", "model.gguf")
-    assert found is not None and found[0].cpu_ns[1] == 200_000
+    assert found[0].cpu_ns[1] == 200_000
     assert calibrated_costs("rtx3090", "model.gguf") is None
 
 

@@ -43,8 +43,7 @@ def test_route_csv_by_hand(tmp_path: Path) -> None:
     assert trace.layer_ids(0).tolist() == [[5, 3], [15, 0], [5, 6]]
     assert trace.layer_ids(1).tolist() == [[-1, -1]] * 3
     assert trace.layer_ids(2).tolist() == [[7, -1], [-1, -1], [1, -1]]
-    assert trace.expert_bytes().tolist() == [4336640, 0, 0]  # type: ignore[union-attr]
-    assert trace.weights is not None
+    assert trace.expert_bytes().tolist() == [4336640, 0, 0]
     assert trace.weights[0, 0].tolist() == [0.75, 0.25] and np.isnan(trace.weights[0, 1]).all()
 
 
