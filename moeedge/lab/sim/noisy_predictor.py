@@ -112,10 +112,9 @@ class NoisyPredictor:
         luck = self._rng.random(ids.shape)
         cumulative = np.cumsum(self._popularity, axis=1)
         drawn = self._rng.random(ids.shape) * cumulative[:, -1][:, None, None]
-        wrong = np.empty(ids.shape, dtype=np.int32)
-        for layer in range(len(ids)):
-            wrong[layer] = np.searchsorted(cumulative[layer], drawn[layer])
-        return BatchPredictions(self._accuracy, ids, np.minimum(wrong, self._popularity.shape[1] - 1), luck)
+        wrong = np.stack([np.searchsorted(*layer) for layer in zip(cumulative, drawn, strict=True)])
+        last = self._popularity.shape[1] - 1
+        return BatchPredictions(self._accuracy, ids, np.minimum(wrong, last).astype(np.int32), luck)
 
     def learn(self, counts: NDArray[np.int32]) -> None:
         """Adds the activations of a batch, [n_layers, n_experts], to the popularity."""

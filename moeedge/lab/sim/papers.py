@@ -190,7 +190,7 @@ class Papers:
         assert row.published_ts is not None
         (result,) = self._cases.all([self._case(row)])
         cpu_s = result.time.per_token_s("cpu")  # in proportion to 1 / bandwidth
-        wanted_s = 1 / row.published_ts - (result.tpot_s - cpu_s)
+        wanted_s = 1 / row.published_ts - (result.time.tpot_s - cpu_s)
         rate = find_hardware(row.hardware).cpu_bytes_per_s * cpu_s / wanted_s
         row = self._row(table, table["fit_acceptance"])
         assert row.published_ts is not None

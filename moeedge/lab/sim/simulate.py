@@ -109,31 +109,21 @@ class SimulationResult:
     experts: dict[str, Any]  # the expert budget, and its figures of the verifications in the breakdown
 
     @property
-    def acceptance_source(self) -> AcceptanceSource | None:
-        """Whether drafts were accepted as the trace says, or with the chance of `config`; None: nothing is drafted."""
-        if self.rejected_token_model is None:
-            return None
-        return "recorded" if self.rejected_token_model == "recorded" else "assumed"
-
-    @property
-    def tpot_s(self) -> float:
-        """Seconds per token of text."""
-        return self.time.tpot_s
-
-    @property
     def tg_ts(self) -> float:
-        return 1.0 / self.tpot_s if self.tpot_s else 0.0
+        return 1.0 / self.time.tpot_s if self.time.tpot_s else 0.0
 
     def row(self, **about: Any) -> dict[str, Any]:
         """A SimulationRow as -o json prints it; `about` names hardware, model and trace."""
-        time, config = self.time, self.config
+        time, config, model = self.time, self.config, self.rejected_token_model
+        is_assumed = model not in (None, "recorded")
         row = filled(
             SimulationRow,
             *(self, config, time, time.hits),
             **about,
             whole_layers=config.n_whole_layers,
             utility_cap=config.cap,
-            acceptance_chance=config.acceptance if self.acceptance_source == "assumed" else None,
+            acceptance_chance=config.acceptance if is_assumed else None,
+            acceptance_source="assumed" if is_assumed else model,
             ablations=",".join(sorted(config.ablations)),
             tokens_per_step=time.tokens / max(time.steps, 1),
             **{key: time.per_token_s(cause) for cause, key in CAUSES.items()},

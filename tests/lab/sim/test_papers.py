@@ -144,7 +144,7 @@ def test_constants_of_frameworks_agree_with_other_publications(papers: Papers) -
 @pytest.mark.slow
 def test_the_cutoff_of_mixtral_and_phi_is_u_shaped(papers: Papers) -> None:
     """SP-MoE, section 5.6: best near layer 20 for Mixtral."""
-    ms = {tuple(row.name.split(", layer ")): row.result.tpot_s for row in papers.part("cutoff")}
+    ms = {tuple(row.name.split(", layer ")): row.result.time.tpot_s for row in papers.part("cutoff")}
     for model, best in (("mixtral-8x7b:F16", 20), ("phi-3.5-moe:F16", 8)):
         points = {int(layer): value for (name, layer), value in ms.items() if name == model}
         assert min(points, key=points.__getitem__) == best
