@@ -11,7 +11,7 @@ though policies carry what they learned from one to the next.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -129,10 +129,10 @@ def trace_curves(
     tasks.sort(key=lambda task: -panels[task[0]][0].schedule.n_steps)  # the longest first
     found = {}
     with ExitStack() as stack:
-        runs: Iterable[list[Sums]] = starmap(partial(_replayed, panels, config, limits), tasks)
+        replayed = partial(_replayed, panels, config, limits)
+        runs: Iterable[list[Sums]] = starmap(replayed, tasks)
         if n_processes > 1:
-            arguments = (panels, config, limits)
-            pool = ProcessPoolExecutor(n_processes, get_context("spawn"), initializer=_keep, initargs=arguments)
+            pool = ProcessPoolExecutor(n_processes, get_context("spawn"), initializer=_keep, initargs=(replayed,))
             runs = stack.enter_context(pool).map(_run_kept, tasks)
         for task, sums in zip(tasks, runs, strict=True):
             found[task] = sums
@@ -143,17 +143,16 @@ def trace_curves(
     ]
 
 
-_kept: tuple[Any, ...] = ()  # of a process of the pool: what all tasks share, sent once
+_kept: Callable[[int, str], list[Sums]]  # in a process of the pool: with what all tasks share, sent once
 
 
-def _keep(*arguments: Any) -> None:
+def _keep(replayed: Callable[[int, str], list[Sums]]) -> None:
     global _kept
-    _kept = arguments
+    _kept = replayed
 
 
 def _run_kept(task: tuple[int, str]) -> list[Sums]:
-    panels, config, limits = _kept
-    return _replayed(panels, config, limits, *task)
+    return _kept(*task)
 
 
 def bootstrap_weights(n_units: int, n_resamples: int, seed: int) -> FloatArray:

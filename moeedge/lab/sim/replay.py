@@ -101,7 +101,6 @@ def setting_of(given: ReplayInput, cache_ratio: float) -> dict[str, Any]:
         "acceptance_rate": None if rate is None else round(rate, 6),
         "acceptance_chance": None if chance is None else round(chance, 6),
         "steps": schedule.n_steps,
-        "provenance": given.provenance,
     }
 
 
@@ -253,7 +252,7 @@ def _row(given: ReplayInput, config: ReplayConfig, arm: ReplayArm, found: Mappin
     is_within_step = execution.prefetch_within_step or execution.refills_within_step or execution.keeps_loads
     return filled(
         ReplayRow,
-        *(config, arm, schedule),
+        *(config, arm, schedule, given),
         **setting_of(given, arm.cache_ratio),
         hit_rate_pairs=hit_rate,
         hit_rate_experts=round(stats.hits.hit_rate_experts, 6),

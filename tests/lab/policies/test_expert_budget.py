@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from moeedge.lab.policies.expert_budget import (
     MixingWeights,
     apply_budget,
-    kept_probability,
     moe_output,
     oracle_order,
     pick_scores,
@@ -226,10 +225,3 @@ def test_layers_are_independent() -> None:
             )
             np.testing.assert_array_equal(found.ids[layer], alone.ids)
             assert found.n_kept[layer] == alone.n_kept and found.kept_probability[layer] == alone.kept_probability
-
-
-def test_kept_probability_counts_natural_picks() -> None:
-    probabilities = np.array([[0.5, 0.3, 0.1, 0.1], [0.1, 0.1, 0.2, 0.6]])
-    chosen = np.array([True, False, False, True])
-    ids = np.array([[0, 1], [3, 2]], dtype=np.int32)
-    assert kept_probability(probabilities, ids, chosen) == pytest.approx(1.1 / 1.6)
