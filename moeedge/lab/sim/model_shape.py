@@ -71,6 +71,7 @@ class Routing:
 class DraftShape:
     """The draft model."""
 
+    name: str
     bytes: float  # all are read for every token
     n_layers: int
 
@@ -109,7 +110,8 @@ def builtin_models() -> dict[str, ModelShape]:
             full_name = f"{name}:{quant}" if i else name
             values = only_known(entry | sizes, ModelShape)
             if "draft" in values:
-                values["draft"] = DraftShape(**only_known(drafts[values["draft"]], DraftShape))
+                draft = values["draft"]
+                values["draft"] = DraftShape(name=draft, **only_known(drafts[draft], DraftShape))
             if "routing" in values:
                 values["routing"] = Routing(**only_known(values["routing"], Routing))
             shapes[full_name] = ModelShape(name=full_name, quant=quant, **values)
