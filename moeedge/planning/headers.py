@@ -7,9 +7,12 @@ temporary folder, extended to full length by a hole that takes no room on the di
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 
@@ -25,6 +28,7 @@ from moeedge.native.cache import ExpertTensor
 from moeedge.records import derived, figure, filled
 from moeedge.run import Run
 
+_ALIGNMENT = 32  # bytes; the data section starts at a multiple of it
 _FIRST_BYTES = 2**22  # of a header on the hub; enough for most vocabularies
 _HEADER_MAX_BYTES = 2**28
 
@@ -44,31 +48,51 @@ def loadable(path: Path) -> Iterator[LoadableModel]:
 
     Raises ModelFileError for an incomplete header, EngineError if no temporary file can be written.
     """
+    with ExitStack() as stack:
+        make_folder = cache(lambda: Path(stack.enter_context(TemporaryDirectory(prefix="moeedge-plan-"))))
+        try:
+            model = _prepare(path, make_folder)
+        except OSError as error:
+            text = f"Cannot copy the header of {path} to a temporary file: {error.strerror or error}."
+            raise EngineError(text, "Set TMPDIR to a folder with room and support for sparse files.") from error
+        yield model
+
+
+def _prepare(path: Path, folder: Callable[[], Path]) -> LoadableModel:
     files = gguf_file.parts(path)
     read, missing = [], 0
     for file in files:
-        tensors = gguf_file.read_tensors(file)
+        try:
+            tensors = gguf_file.read_tensors(file)
+        except ModelFileError:
+            if not file.is_file() or not 0 < file.stat().st_size <= _HEADER_MAX_BYTES:
+                raise
+            tensors = _read_padded(file, folder() / file.name)
         promised = gguf_file.promised_bytes(tensors)
         read.append((min((tensor.offset for tensor in tensors), default=promised), promised))
         missing += max(0, promised - file.stat().st_size)
     if not missing:
-        yield LoadableModel(path, path)
-        return
-    with ExitStack() as stack:
-        try:
-            folder = Path(stack.enter_context(TemporaryDirectory(prefix="moeedge-plan-")))
-            for file, (data_offset, promised) in zip(files, read, strict=True):
-                copy = folder / file.name
-                if file.stat().st_size >= promised:
-                    copy.symlink_to(file.resolve())
-                    continue
-                with file.open("rb") as source, copy.open("wb") as target:
-                    target.write(source.read(data_offset))
-                    target.truncate(promised)  # a hole: it takes no room on the disk
-        except OSError as error:
-            text = f"Cannot copy the header of {path} to a temporary file: {error.strerror or error}."
-            raise EngineError(text, "Set TMPDIR to a folder with room and support for sparse files.") from error
-        yield LoadableModel(folder / files[0].name, path, missing)
+        return LoadableModel(path, path)
+    for file, (data_offset, promised) in zip(files, read, strict=True):
+        copy = folder() / file.name
+        if file.stat().st_size >= promised:
+            copy.symlink_to(file.resolve())
+            continue
+        with file.open("rb") as source, copy.open("wb") as target:
+            target.write(source.read(data_offset))
+            target.truncate(promised)  # a hole: it takes no room on the disk
+    return LoadableModel(folder() / files[0].name, path, missing)
+
+
+def _read_padded(file: Path, copy: Path) -> list[gguf_file.GgufTensor]:
+    """Returns the tensors of a header that lacks the padding before the data."""
+    shutil.copyfile(file, copy)
+    os.truncate(copy, -(-file.stat().st_size // _ALIGNMENT) * _ALIGNMENT)
+    try:
+        return gguf_file.read_tensors(copy)
+    except ModelFileError:
+        gguf_file.read_tensors(file)  # raises an error about the original file
+        raise
 
 
 def locate_or_fetch(text: str, resources: ExitStack, run: Run) -> tuple[Path, str]:

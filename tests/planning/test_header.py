@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
 
 from moeedge.errors import EngineError, ModelFileError
@@ -48,6 +50,22 @@ def test_a_file_truncated_in_its_data_gets_a_full_length_copy(
             assert header.info == entire.info
         assert os.stat(found.path).st_blocks * 512 < size + 2**16  # a hole
     assert not found.path.exists()
+
+
+def test_padding_may_be_missing(tmp_path: Path) -> None:
+    """A header as gguf-py writes one, which ends with its last entry."""
+    path = tmp_path / "header.gguf"
+    writer = gguf.GGUFWriter(path, "qwen3")
+    for i in range(3):
+        writer.add_tensor_info(f"blk.{i}.x", (32,), np.dtype(np.float32), 128)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    assert path.stat().st_size % 32
+    with loadable(path) as found:
+        assert found.missing_bytes >= 3 * 128
+        assert len(gguf_file.read_tensors(found.path)) == 3
 
 
 def test_a_truncated_header_is_rejected(tiny_moe: Path, size: int, tmp_path: Path) -> None:
