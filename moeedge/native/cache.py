@@ -49,7 +49,7 @@ class ExpertTensor:
         return self.name.split(".", 2)[2]
 
 
-MAX_BLOCKS = 4096  # block records that the native ring holds (block-records.h)
+MAX_BLOCKS = 4096  # block records that the native ring holds (expert-cache.h)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ Counts = NDArray[np.uint32]  # [n_layers, n_experts] activations
 
 _MAX_VIEWS = 256  # of frames, kept
 MAX_FRAMES = 8  # size of the native ring (routing-sensor.h)
-CAPTURED_TOKENS = 32  # the largest batch that is captured and for which the hook is called (activation-capture.h)
+CAPTURED_TOKENS = 32  # the largest batch that is captured and for which the hook is called (router-inputs.h)
 
 _REASONS = {-1: "its context is closed", -2: "bad argument", -3: "out of memory", -4: "not configured"}
 

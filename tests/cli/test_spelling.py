@@ -74,6 +74,11 @@ def test_harmless_options_are_taken_with_a_line(typed: str, n_lines: int) -> Non
     assert result.stderr.count("no effect") == n_lines and "none.gguf" in result.stderr
 
 
+def test_np_is_the_parallel_of_bench() -> None:
+    speller = Speller("bench", load_command("bench"))
+    assert speller.translate(["-np", "1,2"]) == ["--parallel", "1,2"] and not speller.warnings
+
+
 def test_words_without_a_dash() -> None:
     words = ("-m", "-p")
     assert translated("it what is this -n 3", words=words) == ["-n", "3", "-m", "it", "-p", "what is this"]

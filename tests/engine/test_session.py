@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from moeedge.engine.session import Session
-from moeedge.engine.types import MAX_N_CTX, EngineConfig
+from moeedge.engine.types import MAX_N_CTX, EngineConfig, SamplingConfig
 from moeedge.errors import ContextTooSmallError, EmptyPromptError, InputError, ModelFileError
 from moeedge.llama import library
 from moeedge.llama.model import Mode
@@ -78,6 +78,16 @@ def test_figures_of_an_answer(pair: Pair, reference: list[int], mode: Mode, draf
         if draft == "none":
             assert stats.drafted == 0 and stats.acceptance_rate is None
         assert (stats.experts_per_verification is None) == (mode == "stock")
+
+
+def test_the_same_seed_gives_the_same_answer(session: Session) -> None:
+    answers = []
+    for seed in (5, 5, 6):
+        session.reset()
+        answers.append(answer(session, sampling=SamplingConfig(temperature=1.0, seed=seed)))
+    assert answers[0] == answers[1] != answers[2]
+    drawn = answered(session, PROMPT, 8, sampling=SamplingConfig(temperature=1.0))
+    assert drawn.stats.seed is not None  # a random seed is reported, so that the answer can be repeated
 
 
 def test_turns_reuse_the_kv_cache(session: Session) -> None:

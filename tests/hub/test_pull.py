@@ -66,6 +66,11 @@ def test_a_model_of_the_catalog_comes_with_its_draft(pair: HubMachine) -> None:
     assert len(pair.hub.ranges()) == 2
 
 
+def test_plan_of_hf_reads_the_header_alone(pair: HubMachine) -> None:
+    result = pair.run("plan", "-hf", "me/big-GGUF:Q4_K_M", "-dev", "none", "-o", "json")
+    assert not json.loads(result.stdout)["model"]["is_here"]
+
+
 def test_offline_asks_no_server(place: HubMachine) -> None:
     asked = ("chat", "-p", "x", "-m")
     assert "moeedge pull" in place.run(*asked, "big", "--offline", code=2).stderr

@@ -9,11 +9,12 @@ from contextlib import contextmanager
 
 @contextmanager
 def meanwhile(work: Callable[[], object]) -> Iterator[None]:
-    """Calls `work` again and again while the body runs; what it raises is raised at the end."""
-    stop = threading.Event()
+    """Calls `work` again and again while the body runs, which begins after it; what it raises is raised at the end."""
+    begun, stop = threading.Event(), threading.Event()
     failures: list[BaseException] = []
 
     def repeat() -> None:
+        begun.set()
         try:
             while not stop.is_set():
                 work()
@@ -22,6 +23,7 @@ def meanwhile(work: Callable[[], object]) -> Iterator[None]:
 
     thread = threading.Thread(target=repeat)
     thread.start()
+    begun.wait()
     try:
         yield
     finally:

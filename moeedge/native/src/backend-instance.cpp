@@ -74,7 +74,8 @@ void instances_add(instance * self) {
     list.live.push_back(self);
     self->id = ++list.last_id;
     self->offload_scope.store(defaults.offload_scope);
-    self->buft = defaults.host_buft ? defaults.host_buft.load() : ggml_backend_cpu_buffer_type();
+    ggml_backend_buffer_type_t buft = defaults.host_buft.load();
+    self->buft = buft ? buft : ggml_backend_cpu_buffer_type();
 }
 
 void instances_remove(instance * self) {

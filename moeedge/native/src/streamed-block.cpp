@@ -23,6 +23,7 @@ streamed_block::~streamed_block() {
         output.release();
         allocator.release();
         buffer.release();
+        ctx.release();
         return;
     }
     wait();
