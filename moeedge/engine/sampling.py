@@ -28,6 +28,7 @@ from moeedge.native.compute import LargestValues
 if TYPE_CHECKING:
     from moeedge.llama.model import Model
 
+_ROWS = 64  # of the vocabulary, of whose columns the search takes the maxima
 _BLOCK = 32  # values of the vocabulary, of which `confidence` uses the largest
 _SMALL_VOCABULARY = 8192  # all values of which it uses
 SHORT = 4096  # the largest top-k of which candidates are lists
@@ -122,19 +123,19 @@ class Sampler:
 
     def largest(self, k: int, logits: FloatRow, history: Sequence[int]) -> NDArray[np.intp]:
         """Ids of the `k` largest under the repeat penalty, descending."""
-        with self._penalized(logits, history) as row:
-            return np.array(LargestValues(k).find(row, k)[0], dtype=np.intp)
+        with self._penalized(logits, history):
+            return _largest(logits, k)
 
     def _wide_candidates(self, logits: FloatRow, history: Sequence[int]) -> Candidates:
         """The candidates without top-k, or with a large one; without any filter in the order of the vocabulary."""
         config, total = self.config, 0.0
-        with self._penalized(logits, history) as row:
+        with self._penalized(logits, history):
             best = float(logits.max())
             if not math.isfinite(best):
                 raise EngineError(*NOT_FINITE)
             floor = self._log_min_p  # of the values that are sorted, less the largest one
             if self._top_k:
-                ids = np.array(LargestValues(self._top_k).find(row, self._top_k)[0], dtype=np.intp)
+                ids = _largest(logits, self._top_k)
             else:
                 if config.top_p < 1:
                     terms = logits - best  # in float32 as llama.cpp has them: float64 takes several times as long
@@ -142,7 +143,7 @@ class Sampler:
                     # all tokens below have less than 1 - top_p together
                     floor = max(floor, math.log((1 - config.top_p) * total / len(logits)))
                 ids = np.flatnonzero(logits >= best + floor)
-                ids = ids if math.isinf(floor) else ids[np.argsort(-logits[ids], kind="stable")]
+                ids = ids if math.isinf(floor) else _descending(logits, ids)
             values = logits[ids].astype(np.float64) - best
         if config.top_p < 1:
             weights = np.exp(values)
@@ -255,3 +256,18 @@ class Sampler:
         finally:
             for token, value in before.items():
                 row[token] = value
+
+
+def _largest(values: FloatRow, k: int) -> NDArray[np.intp]:
+    """Indices of the `k` largest values, descending, the lower index first among equals; of all if there are fewer."""
+    # the largest values of the columns of a table are values themselves: the k-th largest of them is a lower bound
+    n = len(values) // _ROWS * _ROWS
+    sample = np.append(values[:n].reshape(_ROWS, -1).max(axis=0), values[n:])
+    sample = sample if len(sample) > k else values
+    if len(sample) <= k:
+        return _descending(values, np.arange(len(values)))
+    return _descending(values, np.flatnonzero(values >= np.partition(sample, -k)[-k]))[:k]
+
+
+def _descending(values: FloatRow, ids: NDArray[np.intp]) -> NDArray[np.intp]:
+    return np.asarray(ids[np.argsort(-values[ids], kind="stable")])
