@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from moeedge.bench.config import REFERENCE
-from moeedge.errors import InputError
+from moeedge.errors import InputError, require
 from moeedge.paths import unpacked
 from moeedge.records import figure
 from moeedge.schemas import read_json
@@ -46,7 +46,12 @@ class SurfacePoint:
 def read_points(path: Path) -> list[SurfacePoint]:
     """The points of a record of bench. Raises InputError for any other file."""
     try:
-        return surface_points(read_json(unpacked(path.read_bytes()).decode()))
+        rows = read_json(unpacked(path.read_bytes()).decode())
+        is_record = (
+            isinstance(rows, list) and rows and all(isinstance(row, dict) and "tg_ts_median" in row for row in rows)
+        )
+        require(is_record, "its rows are not those of moeedge bench")
+        return surface_points(rows)
     except OSError as error:
         reason = error.strerror or "it cannot be read"
     except (ArithmeticError, AttributeError, KeyError, TypeError):  # no key, or another kind of value
@@ -59,7 +64,7 @@ def read_points(path: Path) -> list[SurfacePoint]:
 def surface_points(rows: Sequence[dict[str, Any]]) -> list[SurfacePoint]:
     """The points of the rows of one record; only tests with stock-ar, another stock mode and moeedge:auto have one."""
     points = []
-    rows = [row for row in rows if row["tg_ts_median"] and row.get("acceptance") is not None]
+    rows = [row for row in rows if row.get("acceptance") is not None and row["tg_ts_median"]]
     plain_ts = [row["tg_ts_median"] for row in rows if row["mode"] == REFERENCE]
     draft_cost = _draft_s(rows) * float(np.median(plain_ts)) if plain_ts else 0.0  # of the same draft everywhere
     for test in dict.fromkeys(row["test"] for row in rows):
