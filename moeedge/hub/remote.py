@@ -128,10 +128,13 @@ def hub_errors(what: str, repo: str, revision: str) -> Iterator[None]:
     if is_offline():
         hint = "Leave out --offline, or unset HF_HUB_OFFLINE, and run the command again."
         raise DownloadError(f"{what} was not downloaded: --offline or HF_HUB_OFFLINE=1 forbids it.", hint)
-    from huggingface_hub.utils.tqdm import disable_progress_bars
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
+    had_bars = not are_progress_bars_disabled()
     disable_progress_bars()
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its warnings of retries would break our bar
+    logger = logging.getLogger("huggingface_hub")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # its warnings of retries would break the progress bar
     try:
         yield
     except DownloadError:
@@ -141,6 +144,10 @@ def hub_errors(what: str, repo: str, revision: str) -> Iterator[None]:
         if isinstance(error, OSError) and (error.filename or (error.errno is not None and not is_network)):
             raise  # of the disk
         raise _explain(error, what, repo, revision) from None
+    finally:
+        logger.setLevel(level)
+        if had_bars:
+            enable_progress_bars()
 
 
 def _explain(error: Exception, what: str, repo: str, revision: str) -> DownloadError:
