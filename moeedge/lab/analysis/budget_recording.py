@@ -124,6 +124,7 @@ def analyse_budgets(
 
     reader.compute_outputs = True
     answer(measure)
+    reader.close()
     return BudgetAnalysis(
         layers=reader.layers,
         n_experts=session.model.info.n_experts,
@@ -182,6 +183,9 @@ class BatchReader:
         ids, weights = routing(frames[-1])
         computed = [outputs[layer] for layer in rows] if len(outputs) == len(rows) else None
         return RoutedBatch(ids[rows], weights[rows], captured.rows[rows, :n_tokens], computed)
+
+    def close(self) -> None:
+        self._capture.close()
 
 
 class _RoutingTally:
