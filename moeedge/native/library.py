@@ -70,7 +70,8 @@ def load() -> ctypes.CDLL:
     try:
         library = ctypes.CDLL(str(library_path()))
     except OSError as error:
-        raise BackendError(f"moeedge's native library cannot be loaded: {error}.", "Install moeedge again.") from error
+        text = f"moeedge's native library cannot be loaded: {error}."
+        raise BackendError(text, "Install llama-cpp-python and moeedge again.") from error
     try:
         declare(library, SIGNATURES, "moeedge_")
         built_for = int(library.moeedge_abi_version())

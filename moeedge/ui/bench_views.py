@@ -296,8 +296,8 @@ def curve_lines(rows: Sequence[BenchRow]) -> list[str]:
     lines = [
         "t/s: of all texts, in steps of as many texts as asked for. speed-up: over plain decoding of as many texts."
     ]
-    points = (Point(own.curve, own.n_parallel, own.speed_up) for row in rows if (own := row.parallel) is not None)
-    for curve in lines_of(points):
+    measured = {(own.curve, own.n_parallel): own.speed_up for row in rows if (own := row.parallel) is not None}
+    for curve in lines_of(Point(*key, speed_up) for key, speed_up in measured.items()):
         speed_ups, sizes = [value or 0.0 for value in curve.values], ", ".join(map(str, curve.x))
         numbers = ", ".join(f"{value:.2f}" for value in speed_ups)
         peak = curve.x[speed_ups.index(max(speed_ups))]

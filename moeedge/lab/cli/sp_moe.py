@@ -191,8 +191,9 @@ def pair(
     if similarity is None:
         raise typer.Exit(interrupt.exit_code)
     trace, rows = recording.trace, recording.trace.text_rows()
-    popularity = {layer: layer_curves(trace, layer, rows).skew.entropy_bits for layer in similarity.layers}
-    record = asdict(similarity) | {"entropy_popularity_bits": list(popularity.values())}
+    recorded = set(similarity.layers) & set(trace.expert_layers())
+    popularity = {layer: layer_curves(trace, layer, rows).skew.entropy_bits for layer in recorded}
+    record = asdict(similarity) | {"entropy_popularity_bits": [popularity.get(layer) for layer in similarity.layers]}
     record["provenance"] = provenance
     emit(output, lambda *_: json.dumps(record), print_pair, similarity, popularity, trace.meta.n_experts)
     if interrupt.exit_code:

@@ -92,7 +92,7 @@ class LayerLru(PerLayerPolicy, ABC):
     def _ahead(
         self, prediction: ExpertPrediction | None, resident: Resident, layers: IndexArray
     ) -> tuple[FloatArray, BoolArray]:
-        """Scores with the experts first that are prefetched for `layers`, and which of these are absent."""
+        """Scores with the experts first that are prefetched, of all layers, and which of these are absent."""
         if prediction is not None:
             self.read_prediction(prediction, layers)
         counts = predicted_counts(prediction, self.shape)

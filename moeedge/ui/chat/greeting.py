@@ -34,10 +34,7 @@ def print_greeting(
 
 
 def print_header(console: Console, info: EngineInfo, *, toy: bool, warnings: Sequence[str] = ()) -> None:
-    """Model, place of the experts and source of drafts in one line, then a line per choice, notice and warning.
-
-    Of a session that gives a single answer or a profile.
-    """
+    """A single answer's or profile's model, experts and drafts in one line, then a line per choice, notice, warning."""
     model = f"{info.model}, a toy" if toy else info.model
     experts = f"experts {_experts(info)}" if info.n_experts else ""
     say(console, " | ".join(filter(None, (model, experts, f"drafts {_drafts(info)}", figures.budget(info)))))

@@ -65,7 +65,7 @@ class _Setting:
     help: str  # a few words for the list of /set
     aliases: Sequence[str]
     field: str
-    part: str  # of Settings, which has the field; empty: Settings itself
+    part: str  # of Settings, with the field; empty: it is one of Settings itself
     kind: Any  # type of the field
 
     @property
