@@ -24,6 +24,7 @@ from moeedge.hardware import devices
 from moeedge.hardware.devices import ResolvedDevice
 from moeedge.llama import gguf_file
 from moeedge.llama.gguf_file import most_whole_layers, whole_layers
+from moeedge.llama.model import Model
 from moeedge.native.abi import PrefillPath
 from moeedge.native.cache import ExpertTensor
 from moeedge.run import Level, Notification, Run
@@ -42,16 +43,16 @@ _FASTER = 1.03  # times the prompts' speed with the usual graphs
 _ATTEMPTS = 3  # with a layer less each, where llama.cpp finds no memory for so many
 
 
-def open_session(config: EngineConfig, *, run: Run | None = None) -> Session:
+def open_session(config: EngineConfig, *, draft_model: Model | None = None, run: Run | None = None) -> Session:
     """Opens a session with the fastest division of a GPU between whole layers and cache; measures it on first use.
 
     As Session.open where there is nothing to choose: without a GPU, without experts, for a model that fits it, and with
-    --cache-ratio, -ncmoe or --cpu-moe. Raises MoeedgeError with a hint.
+    --cache-ratio, -ncmoe or --cpu-moe. draft_model: loaded already. Raises MoeedgeError with a hint.
     """
     check_policy(config.placement)
     device = resolve_device(config)
     if not has_choice(config, device):
-        return Session.open(config, run=run)
+        return Session.open(config, draft_model=draft_model, run=run)
     run, notes = run or Run(), list[str]()
     choice = None if config.placement.measure_anew else read_choice(config, device)
     if choice is None and config.placement.calibrate:
@@ -60,16 +61,16 @@ def open_session(config: EngineConfig, *, run: Run | None = None) -> Session:
         placement = replace(config.placement, calibrate_later=False)
         # without a budget: the choice serves all
         measured = replace(config, cpu_fallback=False, expert_budget=None, placement=placement)
-        choice = _Search(measured, device, run).run()
+        choice = _Search(measured, device, draft_model, run).run()
         if choice is not None:
             choice = keep(choice, partial(choice_file, config, device))
     if choice is None:
-        return Session.open(config, run=run)
+        return Session.open(config, draft_model=draft_model, run=run)
     config = replace(config, placement=replace(config.placement, measure_anew=False))
     try:
-        session = Session.open(choice.best.apply(config), run=run)
+        session = Session.open(choice.best.apply(config), draft_model=draft_model, run=run)
     except (EngineError, ModelFileError) as error:  # another program has taken the memory meanwhile
-        session = Session.open(config, run=run)
+        session = Session.open(config, draft_model=draft_model, run=run)
         notes.append(f"{choice.best.n_whole} entire layers no longer fit {device.label}: {error.message}")
         notes += [] if choice.kept else [f"The layers were {choice.when}."]
     else:
@@ -186,6 +187,7 @@ class StepEstimate:
 class _Search:
     _config: EngineConfig
     _device: ResolvedDevice
+    _draft: Model | None
     _run: Run
 
     def run(self) -> LayerChoice | None:
@@ -241,7 +243,7 @@ class _Search:
     def _open(self, split: LayerSplit) -> Iterator[Session]:
         with (
             mark(split, self._config, self._device),
-            Session.open(split.apply(self._config), run=self._run) as session,
+            Session.open(split.apply(self._config), draft_model=self._draft, run=self._run) as session,
         ):
             yield session
 

@@ -203,7 +203,7 @@ def test_a_division_that_ended_a_process_is_left_out(tiny_moe: Path, monkeypatch
         raise EngineError("There is no memory.")
 
     monkeypatch.setattr(Session, "open", fail)
-    search = layer_search._Search(config, GPU, Run(said.append))
+    search = layer_search._Search(config, GPU, None, Run(said.append))
     assert search._measure(WHOLE) is None
     assert opened == [WHOLE] and len(said) == 1 and "There is no memory." in said[0]
     assert not is_marked(WHOLE, config, GPU), "the process lives"
@@ -214,7 +214,7 @@ def test_a_division_that_ended_a_process_is_left_out(tiny_moe: Path, monkeypatch
     assert search._measure(WHOLE) is None and search._measure(BETWEEN) is None
     assert opened == [WHOLE, BETWEEN] and len(said) == 3
     anew = replace(config, placement=PlacementConfig(measure_anew=True))
-    assert layer_search._Search(anew, GPU, Run(said.append))._measure(WHOLE) is None
+    assert layer_search._Search(anew, GPU, None, Run(said.append))._measure(WHOLE) is None
     assert opened == [WHOLE, BETWEEN, WHOLE]
     with mark(CACHE, config, GPU):
         pass
