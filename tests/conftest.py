@@ -157,9 +157,11 @@ def counting() -> Iterator[CountingDevice]:
 
 @pytest.fixture(scope="session")
 def needs_rpc() -> None:
-    """Skips where llama.cpp was built without RPC."""
+    """Skips where llama.cpp was built without RPC, and $GGML_BACKEND_PATH does not bring it."""
     from moeedge.hardware import rpc
+    from moeedge.llama import library
 
+    library.start()
     if not rpc.is_built_in():
         pytest.skip("llama.cpp was built without RPC (CMAKE_ARGS=-DGGML_RPC=on)")
 

@@ -26,7 +26,7 @@ from moeedge.engine.loading import ChosenDraft
 from moeedge.engine.probe import take_notes
 from moeedge.engine.speculative import Recover, SpeculativeLoop, TextState
 from moeedge.engine.types import DEFAULT_GAMMA, EngineConfig, EngineInfo, SamplingConfig
-from moeedge.errors import ContextTooSmallError, DeviceFailedError, EmptyPromptError, InputError
+from moeedge.errors import BackendError, ContextTooSmallError, DeviceFailedError, EmptyPromptError, InputError
 from moeedge.hardware.devices import ResolvedDevice
 from moeedge.hardware.host import cores_next_to_gpu, physical_cores
 from moeedge.llama.context import Context
@@ -371,6 +371,11 @@ class Session(Closing):
                 raise
             self._recover(error)
             return
+        except BackendError:
+            placement.report_trouble()
+            if not placement.first.lost:
+                raise
+            stays = True  # lost since the last step: nothing is measured, the CPU computes all experts
         placement.postponed = None
         self.info.notes.extend(run.notes)
         if not stays:

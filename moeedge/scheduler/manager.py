@@ -328,8 +328,7 @@ class PlacementManager:
         if self._in_step:
             for tier in self.tiers:
                 tier.add_step(record)
-        for tier in reversed(self.tiers):
-            self._report(tier.check())
+        self.report_trouble()
         self._give_back()
         if self.active or self._others:
             tokens = record.tokens[-1:]
@@ -397,6 +396,11 @@ class PlacementManager:
         if notifications and self.on_demand is not None:
             self.on_demand.resize()
         self._report(notifications)
+
+    def report_trouble(self) -> None:
+        """Warns of lost devices and of what has happened to slots."""
+        for tier in reversed(self.tiers):
+            self._report(tier.check())
 
     def _report(self, notifications: Sequence[Notification]) -> None:
         for notification in notifications:

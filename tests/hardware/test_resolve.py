@@ -188,7 +188,7 @@ def test_a_worker_holds_no_layers_of_llama_cpp(worker: WorkerProcess) -> None:
     assert (remote.kind, remote.total_bytes) == ("RPC", 0)
     assert not library.local_gpus()
     assert list(library.device_list(worker.device)) == [None]
-    with pytest.raises(DeviceError, match=f"Name it {worker.device}"):
+    with pytest.raises(DeviceError, match=worker.device):
         _resolve(found.ggml_name)
 
 

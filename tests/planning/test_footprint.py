@@ -20,6 +20,7 @@ from moeedge.native.backends import DRY_RUN_GPU, MemoryUse
 from moeedge.planning.memory_map import MemoryMap, footprint, this_machine
 from moeedge.planning.planner import Planner
 from tests.conftest import TinyFactory
+from tests.support.raw_ggml import find_device
 from tests.support.recurrent import make_mamba
 from tests.support.tiny import ARCHITECTURES
 from tests.support.worker import WorkerProcess
@@ -69,7 +70,7 @@ def test_a_dry_run_gpu_is_laid_out_like_a_real_device(
 ) -> None:
     """A worker's device is used as the GPU: llama.cpp puts entire layers on it if listed explicitly."""
     name, _ = rpc.add_worker(worker.endpoint)
-    pointers = (ctypes.c_void_p * 2)(library._device(name), None)
+    pointers = (ctypes.c_void_p * 2)(find_device(name), None)
     device_list = library.device_list
     monkeypatch.setattr(library, "device_list", lambda device: pointers if device == name else device_list(device))
     found = []

@@ -13,8 +13,10 @@ import pytest
 from moeedge import paths
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig
+from moeedge.errors import BackendError
 from moeedge.llama.context import Context
 from moeedge.native.abi import DevicePath, PrefillPath
+from moeedge.native.cache import ExpertCache
 from moeedge.run import Level, Notification, Run, is_warning
 from moeedge.scheduler.calibration import (
     Calibration,
@@ -250,4 +252,26 @@ def test_a_gpu_that_is_lost_is_not_measured(pair: Pair, counting: CountingDevice
         session.placement.fall_back(context_usable=True)
         session.measure_postponed(Run())
         assert session.calibration is None and files() == []
+        assert answer(session) == expected
+
+
+def test_a_device_that_is_lost_while_it_is_measured_ends_nothing(
+    pair: Pair, counting: CountingDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a worker that dies; an error of a device that is not lost is the caller's."""
+
+    def fail(run: Run) -> tuple[Calibration, bool]:
+        raise BackendError("The device is lost.")
+
+    said: list[Notification] = []
+    with Session.open(postponed(pair), run=Run(said.append)) as session:
+        expected = answer(session)
+        session.placement.postponed = fail
+        with pytest.raises(BackendError):
+            session.measure_postponed(Run())
+        monkeypatch.setattr(ExpertCache, "trouble", lambda cache: (True, 0))
+        session.measure_postponed(Run())
+        assert session.placement.first.lost and session.calibration is None
+        assert sum(map(is_warning, said)) == 1
+        session.measure_postponed(Run())
         assert answer(session) == expected
