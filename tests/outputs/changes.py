@@ -13,6 +13,7 @@ REMOVED = [
     (r"choices: (speculation|layers) ", "the part functions has the same functions"),
     (r"options-slow: lab replay.*: config\.", "ReplayInput and ReplayConfig: replays and curves are asked for alike"),
     (r"options-slow: lab replay --(predictor|hint)-accuracy .*: ended\.names", "the message repeats the option's list"),
+    (r"options-slow: lab widen.*: config\.(RequestedSizes|sizes|type_)", "the sizes and the type that were given"),
     (r"screens: model_views\.card_rows ", "a part of print_card, which is recorded"),
     (r"screens: bench_views\.batch_curves ", "curve_lines, which is recorded, has lines of the plot instead"),
     (r"screens: chat\.greeting\.header_line ", "a part of print_header, which is recorded"),
