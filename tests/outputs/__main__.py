@@ -23,7 +23,7 @@ def main() -> int:
     parser.add_argument("words", nargs="*")
     parser.add_argument("--tree", type=Path, help="the folder whose moeedge runs")
     parser.add_argument("--part", action="append", help="a part of the record; may be repeated")
-    given = parser.parse_args()
+    given = parser.parse_intermixed_args()
     if given.command == "speed":
         from tests.outputs import speed
 
