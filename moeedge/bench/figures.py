@@ -21,7 +21,7 @@ from operator import attrgetter
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.bench.config import REFERENCE, BenchMode
+from moeedge.bench.config import REFERENCE, BenchMode, DraftLength
 from moeedge.bench.quality import Perplexity
 from moeedge.bench.samples import Sample, Samples, answer_scores, mean_and_error, paired_ratio, paired_ratios, quotient
 from moeedge.records import combine, figure, filled, stored
@@ -209,7 +209,7 @@ def plain_mode(mode: BenchMode, modes: Sequence[BenchMode]) -> BenchMode | None:
 
 
 def parallel_figures(
-    mode: BenchMode, own: Samples, plain: tuple[BenchMode, Samples] | None, gamma: int
+    mode: BenchMode, own: Samples, plain: tuple[BenchMode, Samples] | None, gamma: DraftLength
 ) -> ParallelFigures:
     """Returns the figures of a mode's samples; plain: the mode without drafts to compare with, and its samples."""
     n_parallel = mode.n_parallel or 1

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from moeedge.bench.config import MODES, BenchMode, BenchPlan, ScriptedTest, SyntheticTest
+from moeedge.bench.config import MODES, BenchMode, BenchPlan, DraftLength, ScriptedTest, SyntheticTest
 from moeedge.bench.experiment import BenchArm
 from moeedge.bench.figures import BudgetFigures, ParallelFigures, StockRatio
 from moeedge.bench.quality import OutputCheck, Scores
@@ -125,6 +125,11 @@ class Setup(BudgetFacts, Provenance):
     limit: int | None = figure("--limit; null: all prompts")
     prompts: int | None = figure("Prompts that ran; null in a synthetic test", default=None)
     prompts_left_out: int | None = figure("Prompts that did not fit the context", default=None)
+
+    @property
+    def draft_length(self) -> DraftLength:
+        """As --draft-max gives it; 0 without drafts."""
+        return "auto" if self.auto_gamma else self.gamma
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,7 +250,7 @@ class BenchRow:
         cache = "" if self.cache_ratio is None else f"{policy} {self.cache_ratio:g}"
         speculation = "" if self.figures is None else self.figures.mode.speculation
         if self.parallel is not None:
-            gamma = self.setup.gamma
+            gamma = self.setup.draft_length
             speculation = f"{f'gamma {gamma} ' if gamma else ''}parallel {self.parallel.n_parallel}"
         return f"{self.mode}{cache}{' ' if speculation else ''}{speculation}"
 

@@ -320,7 +320,7 @@ class Bench:
         if isinstance(work, Together):
             plain = plain_mode(mode, current.modes)
             pair = None if plain is None else (plain, samples_of(plain.label))
-            facts["parallel"] = parallel_figures(mode, own, pair, setup.gamma)
+            facts["parallel"] = parallel_figures(mode, own, pair, setup.draft_length)
         return make_row(mode, work.name, own, reference, **facts)
 
     def _routing_facts(self, arm: BenchArm) -> dict[str, Any]:

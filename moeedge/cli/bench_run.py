@@ -60,8 +60,8 @@ def run_bench(options: BenchOptions) -> int:
         engine = replace(engine, draft_max="auto" if len(fixed) < len(gammas) else max(fixed))
     policies, ratios = parse_policies(options.policy), parse_ratios(options.cache_ratio)
     sweep = Sweep(policies, ratios, gammas=gammas or (), counts=parallel or ())
-    # comparisons of caches and budgets, and texts decoded together have drafts of one length
-    auto = not (options.compares_caches or parallel or budgets or options.perplexity)
+    # comparisons of caches and budgets have drafts of one length
+    auto = not (options.compares_caches or budgets or options.perplexity)
     if engine.cpu_moe and options.n_cpu_moe:
         raise InputError("--cpu-moe and --n-cpu-moe cannot be used together.", "Leave out one of them.")
     base = engine.config(

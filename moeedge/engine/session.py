@@ -181,11 +181,9 @@ class Session(Closing):
         self.info = replace(self.info, expert_budget=budget)
 
     def set_draft_length(self, gamma: int | Literal["auto"]) -> None:
-        """Sets the draft length of the next answers. Raises ValueError for "auto" in a session for several texts."""
+        """Sets the draft length of the next answers."""
         if gamma != "auto":
             self.gamma, self.governor = gamma, None
-        elif self.config.n_parallel > 1:
-            raise ValueError("the draft length auto is for one text at a time")
         elif self.governor is None:
             self.gamma, self.governor = GAMMA_MAX, self._new_governor()
 
@@ -196,6 +194,7 @@ class Session(Closing):
             own_max=self.draft.kind.n_drafts_max if isinstance(self.draft, HeadDraft) else None,
             n_experts=info.n_experts,
             n_used=info.n_expert_used,
+            n_texts=self.config.n_parallel,
         )
 
     def follow(self, script: Script | None, repetition: int = 0) -> None:

@@ -68,9 +68,9 @@ class SpeculativeLoop:
 
     observe: called with the record of each step and prompt; the record of several texts' step holds their sums.
     recover: gives the loop contexts without the GPU that has failed, or raises an error; None: it cannot.
-    governor: chooses the draft length of one text's steps. draft_p_min: confidence below which the drafts of one text
-    end. watch: called now and then in the middle of computations, also once placement has ended. draft_of: the source
-    of drafts for the text in a sequence.
+    governor: chooses the draft length of each step. draft_p_min: confidence below which the drafts of one text end.
+    watch: called now and then in the middle of computations, also once placement has ended. draft_of: the source of
+    drafts for the text in a sequence.
     """
 
     target: Context
@@ -134,35 +134,38 @@ class SpeculativeLoop:
         """One verification of at most so many drafts of each text. Returns a record of each, with the step's times."""
         if self.governor is None:
             return self._step(gammas)
-        [most], [text] = gammas, self.texts
+        text = self.texts[0]
         is_usual = self.placement is None or not self.placement.in_trial
         waited_s, start_s = self._loading_wait_s, time.perf_counter()
         copied = Proposal()
-        if text.ngrams is not None:
-            copied = text.ngrams.propose(DraftRequest(text.history, most, text.sampler))
-        choice = self.governor.choose(copied.confidences[0] if copied.confidences else None)
-        gamma = min(choice.gamma, most)
+        if text.ngrams is not None and len(self.texts) == 1:
+            copied = text.ngrams.propose(DraftRequest(text.history, gammas[0], text.sampler))
+        choice = self.governor.choose(copied.confidences[0] if copied.confidences else None, len(self.texts))
+        gammas = [min(choice.gamma, most) for most in gammas]
         by_ngrams = choice.source == "ngram"
-        proposal = None
+        proposal, n = None, gammas[0]
         if by_ngrams:
-            proposal = Proposal(copied.tokens[:gamma], copied.candidates[:gamma], copied.confidences[:gamma])
-        [record] = self._step([gamma], proposal)
-        record.choice = choice
+            proposal = Proposal(copied.tokens[:n], copied.candidates[:n], copied.confidences[:n])
+        records = self._step(gammas, proposal)
+        record, *others = records
+        for each in records:
+            each.choice = choice
         n_compared = min(len(copied.tokens), len(record.tokens))
         self.governor.observe(
             StepCost(
                 n_drafted=record.n_drafted,
                 n_accepted=record.n_accepted,
+                others=[(other.n_drafted, other.n_accepted) for other in others],
                 draft_s=record.draft_s,
                 target_s=time.perf_counter() - start_s - record.draft_s if is_usual else 0.0,
                 loading_s=max(0.0, self._loading_wait_s - waited_s),
                 by_ngrams=by_ngrams,
-                confidences=[] if by_ngrams else record.confidences,
+                confidences=[] if by_ngrams or others else record.confidences,
                 ngram_confidences=copied.confidences[:n_compared],
                 ngram_accepted=n_common(copied.tokens, record.tokens),
             )
         )
-        return [record]
+        return records
 
     @property
     def _loading_wait_s(self) -> float:
@@ -195,12 +198,12 @@ class SpeculativeLoop:
             text_first = np.argsort(rejected, kind="stable") if len(records) > 1 else None
             placement.after_verification(self.counts, batch, record, text_first)
         record.observe_s = time.perf_counter() - verified_s + planned_s - drafted_s
-        if len(records) > 1:
-            names = ("tokens", "n_drafted", "n_accepted", "n_verified", "drafts")
-            return [replace(record, **{name: getattr(own, name) for name in names}) for own in records]
         if placement is not None:
             placement.end_step(record.n_verified, time.perf_counter() - start_s)
-        return [record]
+        if len(records) == 1:
+            return [record]
+        names = ("tokens", "n_drafted", "n_accepted", "n_verified", "drafts")
+        return [replace(record, **{name: getattr(own, name) for name in names}) for own in records]
 
     def _propose(self, gammas: Sequence[int]) -> list[Proposal]:
         if len(self.texts) > 1:

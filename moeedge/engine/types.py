@@ -172,8 +172,6 @@ class EngineConfig:
         check_gamma(self.gamma, most=MAX_GAMMA)
         p_min, n_all = self.draft_p_min, self.n_ctx * self.n_parallel
         require(0 <= p_min <= 1, f"draft_p_min (--draft-p-min) must be from 0 to 1, not {p_min:g}")
-        if self.auto_gamma and self.n_parallel > 1:
-            raise ValueError("the draft length auto (--draft-max) is for one text at a time, not for --parallel")
         if self.routing is not None:
             require(self.expert_budget is None, "--routing and --expert-budget cannot be used together")
             require(self.n_parallel == 1, "--routing is for one text at a time")

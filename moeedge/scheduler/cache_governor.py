@@ -12,8 +12,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import numpy as np
-
 from moeedge.records import figure
 from moeedge.scheduler.governor import GAMMA_MAX, TrialCredit, VerificationTime
 
@@ -40,10 +38,13 @@ class CacheChoice:
 
 
 class CacheGovernor:
-    """Decides for each step; `observe` every step afterwards. A pure function of these calls."""
+    """Decides for each step; `observe` every step afterwards. A pure function of these calls.
 
-    def __init__(self) -> None:
-        self._time = VerificationTime(np.ones(GAMMA_MAX + 1))  # as decided, with the cache or without it
+    n_texts: that are decoded together, at most.
+    """
+
+    def __init__(self, n_texts: int = 1) -> None:
+        self._time = VerificationTime(n_texts * (GAMMA_MAX + 1))  # as decided, with the cache or without it
         self._pays = True
         self._log_gain = 0.0
         self._variance = math.inf
@@ -74,12 +75,11 @@ class CacheGovernor:
         skips, self._skips = self._skips, False
         if skips or seconds <= 0:
             return
-        n = min(n_tokens, GAMMA_MAX + 1)
         if self._n_trial:
-            self._observe_trial(seconds, self._time.seconds()[n - 1])
+            self._observe_trial(seconds, *self._time.seconds([n_tokens]))
             return
-        self._time.observe(n, seconds)
-        step_s = self._time.seconds()[n - 1]
+        self._time.observe(n_tokens, seconds)
+        [step_s] = self._time.seconds([n_tokens])
         self._credit.earn(seconds, step_s)
         self._n_trial = int(self._is_due(step_s))
 

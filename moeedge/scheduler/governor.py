@@ -15,6 +15,9 @@ which grows by a fixed share of the time and so bounds the cost of all trials. P
 that drafts that lose are found out soon. Where drafts come with a confidence, most steps have no fixed length: a draft
 ends where another token does not pay (`stopping`).
 
+Texts that are decoded together have one length. Of B texts T_T is that of B * (gamma + 1) tokens, and N(gamma) is each
+text's.
+
 This runs in every step: what a step needs repeatedly is kept until `observe`, and lists of up to 17 numbers are
 Python's floats, for which a call of NumPy takes longer than the list.
 """
@@ -22,7 +25,8 @@ Python's floats, for which a call of NumPy takes longer than the list.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Literal
@@ -52,6 +56,7 @@ class StepCost:
 
     n_drafted: int
     n_accepted: int
+    others: Sequence[tuple[int, int]] = ()  # drafted and accepted tokens of each text that was decoded with it
     draft_s: float  # of drafting
     target_s: float  # of everything else
     loading_s: float = 0.0  # of `target_s`, that waited for experts from the file
@@ -61,6 +66,11 @@ class StepCost:
     # of the drafts that n-grams had, as many as there were tokens to compare them with, and how many were right
     ngram_confidences: list[float] = field(default_factory=list)
     ngram_accepted: int = 0
+
+    @property
+    def n_longest(self) -> int:
+        """Drafted tokens of the text with the most."""
+        return max(self.n_drafted, *(n for n, _ in self.others)) if self.others else self.n_drafted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +91,19 @@ class DraftChoice:
     n_measured: int = figure("Steps that the estimates are made of", default=0)
 
 
+def token_counts(most: int) -> list[int]:
+    """The t at which T_T(t) is estimated: each up to `GAMMA_MAX` + 1, then an eighth apart up to `most`."""
+    counts = list(range(1, min(most, GAMMA_MAX + 1) + 1))
+    while counts[-1] < most:
+        counts.append(min(most, counts[-1] + counts[-1] // 8))
+    return counts
+
+
 class VerificationTime:
-    """A Kalman filter of log T_T(t), t = 1..n. expert_ratio: [n], distinct experts of t tokens over those of one."""
+    """A Kalman filter of log T_T(t) at the t of `token_counts(most)`, n numbers.
+
+    expert_ratio: distinct experts of t tokens over those of one.
+    """
 
     _LEVEL = 3.0  # standard deviation of the level before the first measurement
     _EXPERT_SHARE = 0.5  # of a plain step, that loads experts: the prior
@@ -91,9 +112,10 @@ class VerificationTime:
     _LEVEL_GAIN = 0.15  # variance of the level's drift per step over that of a measurement
     _CLIP = 2.0  # standard deviations that a measurement may be off
 
-    def __init__(self, expert_ratio: FloatArray) -> None:
-        log_t = np.log(np.arange(1, len(expert_ratio) + 1))
-        prior = [speculation.verification_ratio(self._EXPERT_SHARE, ratio) for ratio in expert_ratio]
+    def __init__(self, most: int, expert_ratio: Callable[[int], float] = lambda t: 1.0) -> None:
+        self._counts = token_counts(most)
+        log_t = np.log(self._counts)
+        prior = [speculation.verification_ratio(self._EXPERT_SHARE, expert_ratio(t)) for t in self._counts]
         self._mean = np.log(prior)
         self._shape_covariance = (
             self._SLOPE**2 * np.outer(log_t, log_t)
@@ -107,8 +129,8 @@ class VerificationTime:
         self.n_measured = 0
 
     def observe(self, n_tokens: int, seconds: float) -> None:
-        """A verification of `n_tokens`, at most n, took `seconds`."""
-        i = n_tokens - 1
+        """A verification of `n_tokens` took `seconds`."""
+        i = self._index(n_tokens)
         self._seconds = None
         if self.n_measured == 0:
             self._mean += math.log(seconds) - self._mean[i]
@@ -125,23 +147,25 @@ class VerificationTime:
         self._covariance -= np.multiply.outer(row, row) / variance
         self.noise = max(0.03**2, self.noise + 0.04 * (max(surprise**2 - expected, 0.0) - self.noise))
 
+    def _index(self, n_tokens: int) -> int:
+        return min(bisect_left(self._counts, n_tokens), len(self._counts) - 1)
+
     def scale(self, factor: float) -> None:
         """All of T_T(t) has changed by a known factor."""
         self._seconds = None
         self._mean += math.log(factor)
 
-    def seconds(self) -> list[float]:
-        """T_T(t), [n]; never less for more tokens."""
+    def seconds(self, n_tokens: Iterable[int]) -> list[float]:
+        """T_T(t) of each of `n_tokens`; never less for more tokens."""
         if self._seconds is None:
             self._seconds = list(accumulate(np.exp(self._mean).tolist(), max))
-        return self._seconds
+        return [self._seconds[self._index(t)] for t in n_tokens]
 
-    def relative_variance(self, n_tokens: int) -> list[float]:
-        """Variance of log T_T(t) - log T_T(n_tokens), [n]."""
-        i = n_tokens - 1
-        diagonal, row = self._covariance.diagonal().tolist(), self._covariance[i].tolist()
-        own = diagonal[i]
-        return [max(variance + own - 2 * shared, 0.0) for variance, shared in zip(diagonal, row, strict=True)]
+    def relative_variance(self, n_tokens: Iterable[int], other: int) -> list[float]:
+        """Variance of log T_T(t) - log T_T(other) of each of `n_tokens`."""
+        j = self._index(other)
+        diagonal, row = self._covariance.diagonal().tolist(), self._covariance[j].tolist()
+        return [max(diagonal[i] + diagonal[j] - 2 * row[i], 0.0) for i in map(self._index, n_tokens)]
 
 
 class TrialCredit:
@@ -226,8 +250,8 @@ class DraftGovernor:
     may draft instead in single steps; whether they would have been right is known after each step at no cost.
 
     gamma_max: the longest draft, at least 1. own_max: that of the session's own source, where n-grams may draft more.
-    n_experts, n_used: of a MoE layer, per token; 0 experts for a dense model. stop: ends the draft of the step that was
-    chosen last, unless it has a fixed length.
+    n_experts, n_used: of a MoE layer, per token; 0 experts for a dense model. n_texts: that are decoded together, at
+    most. stop: ends the draft of the step that was chosen last, unless it has a fixed length.
     """
 
     _TRIAL_DISTANCE = 1  # steps at the best length between two trials
@@ -244,14 +268,20 @@ class DraftGovernor:
     _LOOKS_FORGET = 0.05  # of the counts of the first draft's confidence, with each step that has one
 
     def __init__(
-        self, gamma_max: int = GAMMA_MAX, *, own_max: int | None = None, n_experts: int = 0, n_used: int = 0
+        self,
+        gamma_max: int = GAMMA_MAX,
+        *,
+        own_max: int | None = None,
+        n_experts: int = 0,
+        n_used: int = 0,
+        n_texts: int = 1,
     ) -> None:
         self.gamma_max = min(gamma_max, GAMMA_MAX)
         self._own_max = self.gamma_max if own_max is None else min(own_max, self.gamma_max)
-        tokens = range(1, self.gamma_max + 2)
-        unique = [speculation.uniform_unique(n_experts, n_used, t) / n_used if n_experts else 1.0 for t in tokens]
-        self._expert_ratio = [ratio**self._SHARING for ratio in unique]
-        self._target = VerificationTime(np.array(self._expert_ratio))  # without waits for experts
+        self._experts = n_experts, n_used
+        self._target = VerificationTime(n_texts * (self.gamma_max + 1), self._expert_ratio)  # without waits for experts
+        self._n_texts = 0  # of the next step
+        self._set_texts(1)
         self._loading_s = 0.0  # that a plain step waits for experts
         self._acceptance = AcceptanceByPosition(self.gamma_max)
         self._by_confidence = AcceptanceByConfidence()
@@ -265,7 +295,6 @@ class DraftGovernor:
         self._credit = TrialCredit(self._TRIAL_CREDIT, self._TRIAL_CREDIT)
         self._skips = True  # the next step's times say nothing
         self._drafted_last = True
-        self._steps_s: list[float] | None = None  # since the last step
         self.stop = DraftStop()
         self.choice = DraftChoice(gamma=self._best, gamma_max=self.gamma_max, best=self._best)
 
@@ -274,9 +303,23 @@ class DraftGovernor:
         self._skips = True
         self._drafted_last = True  # the draft model has decoded the prompt as well
 
-    def choose(self, ngram: float | None = None) -> DraftChoice:
+    def _expert_ratio(self, n_tokens: int) -> float:
+        """Distinct experts of so many tokens over those of one."""
+        n_experts, n_used = self._experts
+        return (speculation.uniform_unique(n_experts, n_used, n_tokens) / n_used) ** self._SHARING if n_experts else 1.0
+
+    def _set_texts(self, n_texts: int) -> None:
+        """So many texts are decoded together in the next step."""
+        if n_texts != self._n_texts:
+            self._n_texts = n_texts
+            self._tokens = [n_texts * (gamma + 1) for gamma in range(self.gamma_max + 1)]  # of a step, by gamma
+            self._ratios = [self._expert_ratio(n_tokens) for n_tokens in self._tokens]
+            self._steps_s: list[float] | None = None  # since the last step
+
+    def choose(self, ngram: float | None = None, n_texts: int = 1) -> DraftChoice:
         """The drafts of the next step. ngram: the confidence of n-grams, where they may draft instead of a model."""
         self.stop = DraftStop()
+        self._set_texts(n_texts)
         if self._n_steps < len(FIRST):
             gamma = min(FIRST[self._n_steps], self._own_max)
             self.choice = DraftChoice(gamma=gamma, gamma_max=self.gamma_max, best=gamma)
@@ -310,7 +353,7 @@ class DraftGovernor:
         gain = ExpectedGain([best_rate * s for s in step_s[:n]], best_rate * self._pass_s(step_s), tokens[:n])
         own = tokens[self._best] - 1 - best_rate * (step_s[self._best] - step_s[0])  # of the fixed length
         # without a fixed length that pays, plain steps must go on: they tell what a draft has to beat
-        if self._best and any(self._looks):
+        if self._best and any(self._looks) and self._n_texts == 1:
             n_looks = sum(self._looks)
             looking = gain.of_looking(self._by_confidence.chances(), [n / n_looks for n in self._looks])
             if looking > own:
@@ -331,7 +374,7 @@ class DraftGovernor:
         self._n_since_trial = 0 if self.choice.is_trial else self._n_since_trial + 1
         if step.ngram_confidences:
             self._by_ngram.observe(step.ngram_confidences, step.ngram_accepted)
-        n_computed = 0 if step.by_ngrams else max(n_drafted, len(step.confidences))
+        n_computed = 0 if step.by_ngrams else max(step.n_longest, len(step.confidences))
         self._learn_acceptance(step)
         skips, self._skips = self._skips, False
         caught_up, self._drafted_last = not self._drafted_last, n_computed > 0
@@ -339,8 +382,9 @@ class DraftGovernor:
             return
         self._pay(step)
         self._steps_s = None
-        self._target.observe(n_drafted + 1, max(step.target_s - step.loading_s, 0.01 * step.target_s))
-        loading_s = step.loading_s / self._expert_ratio[n_drafted]
+        n_tokens = sum((n + 1 for n, _ in step.others), n_drafted + 1)
+        self._target.observe(n_tokens, max(step.target_s - step.loading_s, 0.01 * step.target_s))
+        loading_s = step.loading_s / self._expert_ratio(n_tokens)
         self._loading_s += (loading_s - self._loading_s) * max(self._LOADING_GAIN, 1 / self._target.n_measured)
         if n_computed:
             self._n_draft_times += 1
@@ -362,6 +406,8 @@ class DraftGovernor:
             self._looks = [n * (1 - self._LOOKS_FORGET) for n in self._looks]
             self._looks[confidence_bin(step.confidences[0])] += 1
         self._acceptance.observe(step.n_drafted, step.n_accepted, left_out)
+        for n_drafted, n_accepted in step.others:
+            self._acceptance.observe(n_drafted, n_accepted)
 
     def _drafted(self, tokens: Sequence[float]) -> list[float]:
         """N(gamma) of the session's own source, [gamma_max + 1]: no more where it drafts no more."""
@@ -371,11 +417,11 @@ class DraftGovernor:
     def _step_s(self) -> list[float]:
         """Seconds of a step with gamma = 0..gamma_max drafts."""
         if self._steps_s is None:
-            target_s = self._target.seconds()
+            target_s = self._target.seconds(self._tokens)
             pass_s = self._pass_s(target_s)
             self._steps_s = [
                 seconds + pass_s * gamma + self._loading_s * ratio
-                for gamma, (seconds, ratio) in enumerate(zip(target_s, self._expert_ratio, strict=True))
+                for gamma, (seconds, ratio) in enumerate(zip(target_s, self._ratios, strict=True))
             ]
         return self._steps_s
 
@@ -386,8 +432,8 @@ class DraftGovernor:
     def _rates(self) -> tuple[list[float], list[float]]:
         """Tokens per second by gamma, [gamma_max + 1], and the variance of its log relative to that of `_best`."""
         tokens, step_s, best = self._drafted(self._acceptance.tokens()), self._step_s(), self._best
-        variance = self._target.relative_variance(best + 1)
-        for gamma, (target_s, seconds) in enumerate(zip(self._target.seconds(), step_s, strict=True)):
+        variance = self._target.relative_variance(self._tokens, self._tokens[best])
+        for gamma, (target_s, seconds) in enumerate(zip(self._target.seconds(self._tokens), step_s, strict=True)):
             variance[gamma] *= (target_s / seconds) ** 2
         raised = self._drafted(self._acceptance.raised_tokens(1.0))
         of_best = math.log(raised[best] / tokens[best])
@@ -435,5 +481,5 @@ class DraftGovernor:
         step_s = self._step_s()
         if self.choice.is_trial:
             best_rate = self._drafted(self._acceptance.tokens())[self._best] / step_s[self._best]
-            self._credit.pay(self._trial_cost_s(step.n_drafted, best_rate))
+            self._credit.pay(self._trial_cost_s(step.n_longest, best_rate))
         self._credit.earn(step.draft_s + step.target_s, step_s[0])

@@ -129,7 +129,8 @@ class PlacementManager:
         self._keeps_hidden_states = keeps_hidden_states
         # the CPU can compute all experts as well, and no other system is imitated
         governed = config.governed and not tiers[-1].loads_misses and execution == ExecutionConfig()
-        self.governor = CacheGovernor() if governed else None  # decides whether steps are computed with the cache
+        # decides whether steps are computed with the cache
+        self.governor = CacheGovernor(target.n_parallel) if governed else None
         self._reader = RoutingReader(target.sensor, router_scores)
         self.on_demand = OnDemandLoader(first.cache) if execution.misses == "load" else None
         vanilla = execution.drafting == "vanilla"
@@ -264,7 +265,7 @@ class PlacementManager:
             self.detach()
 
     def end_step(self, n_tokens: int, seconds: float) -> None:
-        """The step after `begin_step` verified `n_tokens` of one text in `seconds`, drafting included."""
+        """The step after `begin_step` verified `n_tokens` in `seconds`, drafting included."""
         if self.governor is None or not self.first.usable:
             return
         paid = self.governor.choice.pays

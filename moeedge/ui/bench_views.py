@@ -189,7 +189,7 @@ def setup_lines(rows: Sequence[BenchRow]) -> list[str]:
     setup = rows[0].setup
     commit = f", commit {setup.commit[:10]}{' (changed)' if setup.dirty else ''}" if setup.commit else ""
     drafted = next((row.setup for row in rows if row.setup.gamma), None)
-    lengths = dict.fromkeys("auto" if row.setup.auto_gamma else row.setup.gamma for row in rows)
+    lengths = dict.fromkeys(row.setup.draft_length for row in rows)
     gammas = ", ".join(str(gamma) for gamma in lengths if gamma)
     draft = f"draft {drafted.draft} (gamma {gammas})" if drafted else "no draft"
     cached = next((row.setup for row in rows if row.cache_ratio is not None), None)
@@ -276,7 +276,7 @@ _PARALLEL_COLUMNS = (
     text_column("test", "test"),
     Column("parallel", "parallel.n_parallel"),
     text_column("mode", "mode"),
-    Column("gamma", lambda row: row.setup.gamma or None),
+    Column("gamma", lambda row: row.setup.draft_length or None),
     text_column("policy", lambda row: "" if row.policy == "none" else row.policy),
     Column("cache", "cache_ratio", "g"),
     Column("pp t/s", lambda row: row.pp and row.pp.mean, ".1f"),

@@ -44,8 +44,9 @@ def plan_of(folder: Path, target: Path, draft: Path, modes: str, counts: tuple[i
 def finished(
     tmp_path_factory: pytest.TempPathFactory, tiny_moe: Path, tiny_draft: Path
 ) -> tuple[list[BenchRow], Recorder]:
-    """Stock and our backend, plain and with two draft lengths, 1 and 4 texts at a time, two repetitions."""
-    return run(plan_of(tmp_path_factory.mktemp("texts"), tiny_moe, tiny_draft, "stock-ar,moeedge,moeedge-ar", (1, 4)))
+    """Stock and our backend, plain and with three draft lengths, 1 and 4 texts at a time, two repetitions."""
+    modes = "stock-ar,moeedge,moeedge:auto,moeedge-ar"
+    return run(plan_of(tmp_path_factory.mktemp("texts"), tiny_moe, tiny_draft, modes, (1, 4)))
 
 
 def test_rows_are_of_every_mode_and_number_of_texts(finished: tuple[list[BenchRow], Recorder]) -> None:
@@ -53,9 +54,9 @@ def test_rows_are_of_every_mode_and_number_of_texts(finished: tuple[list[BenchRo
     assert [row.label for row in rows] == [
         f"{name} parallel {n}"
         for n in (1, 4)
-        for name in ("stock-ar", "moeedge gamma 1", "moeedge gamma 3", "moeedge-ar")
+        for name in ("stock-ar", "moeedge gamma 1", "moeedge gamma 3", "moeedge gamma auto", "moeedge-ar")
     ]
-    assert recorder.total == len(recorder.samples) == 6 + 2 * 8  # alone, then per repetition and mode
+    assert recorder.total == len(recorder.samples) == 6 + 2 * 10  # alone, then per repetition and mode
     for row in rows:
         assert row.output is not None and row.output.passed and row.output.compared == 6, row.label
         assert row.parallel.sequence_ts == pytest.approx(_throughput_ts(row) / row.parallel.n_parallel)
@@ -90,7 +91,7 @@ def test_speed_ups_are_over_plain_decoding_of_as_many_texts(finished: tuple[list
     assert own.parallel.speed_up_samples == pytest.approx(expected)
     assert own.parallel.speed_up == pytest.approx(sum(expected) / 2)
     _, *curves = curve_lines(rows)
-    assert [line.partition(":")[0] for line in curves] == ["moeedge gamma 1", "moeedge gamma 3"]
+    assert [line.partition(":")[0] for line in curves] == ["moeedge gamma 1", "moeedge gamma 3", "moeedge gamma auto"]
     assert all("for N = 1, 4;" in line for line in curves)
 
 

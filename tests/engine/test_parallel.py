@@ -227,6 +227,27 @@ def test_the_answer_that_began_last_goes_on(session: Session, alone: Tokens) -> 
     assert tokens_of(finished(session)) == alone
 
 
+def test_one_draft_length_is_chosen_for_all_texts(session: Session, alone: Tokens) -> None:
+    """By what all their tokens cost, with the texts that are left; the answers stay."""
+    session.set_draft_length("auto")
+    try:
+        observed = []
+        assert session.governor is not None
+        observe = session.governor.observe
+        session.governor.observe = lambda step: (observed.append(step), observe(step))  # type: ignore[method-assign]
+        generation = start(session, n_predict=N_PREDICT)
+        steps = [record for _, record in generation if record.n_verified]
+        assert tokens_of(generation) == alone
+    finally:
+        session.set_draft_length(session.config.gamma)
+    assert {1 + len(step.others) for step in observed} >= {session.config.n_parallel}
+    assert len({step.choice.gamma for step in steps if step.choice}) > 1 and all(step.choice for step in steps)
+    assert sum(1 + len(step.others) for step in observed) == len(steps)
+    assert sum(n for step in observed for n in (step.n_drafted, *(n for n, _ in step.others))) == sum(
+        step.n_drafted for step in steps
+    )
+
+
 def test_the_context_of_one_text_is_full(config: EngineConfig, alone: Tokens) -> None:
     """The others go on; each text has room of its own, up to the last token."""
     with Session.open(replace(config, n_ctx=64)) as session:
@@ -278,8 +299,6 @@ def test_refusals(config: EngineConfig, session: Session, tmp_path: Path) -> Non
         replace(config, n_parallel=64, n_ctx=2**20)
     with pytest.raises(InputError, match="several texts"):
         Session.open(EngineConfig(model=make_mamba(tmp_path / "mamba.gguf"), n_parallel=2, device="none"))
-    with pytest.raises(ValueError, match="one text"):  # the governor chooses one length per step
-        session.set_draft_length("auto")
 
 
 def test_texts_share_the_context_of_models_larger_than_ram(

@@ -19,6 +19,7 @@ from moeedge.llama.sequence import BatchPart
 from moeedge.native.abi import DevicePath
 from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.scheduler.config import PlacementConfig
+from moeedge.scheduler.governor import GAMMA_MAX
 from moeedge.scheduler.stats import StepRecord
 from tests.conftest import TinyFactory
 from tests.support.cases import ATTENTION_CASES, case_model
@@ -34,13 +35,15 @@ PROMPTS = [
     (RNG.integers(0, 256, n).tolist() * n_copies)[: n * n_copies]
     for n, n_copies in ((20, 1), (7, 3), (33, 1), (5, 4), (12, 2))
 ]
-DRAFTS = [None, ("model", 1), ("model", 4), ("model", 8), ("ngram", 4)]
+DRAFTS = [None, ("model", 1), ("model", 4), ("model", 8), ("model", "auto"), ("ngram", 4)]
 QUICK = (None, ("model", 4), ("ngram", 4))  # with every model
 QUICK_PAIRS = [(case, ("model", 4)) for case in ("gpt-oss", "deepseek2")]  # the other pairs are slow
 
 
-def config(target: Path, speculation: tuple[str, int] | None, draft: Path, **options: Any) -> EngineConfig:
+def config(target: Path, speculation: tuple[str, Any] | None, draft: Path, **options: Any) -> EngineConfig:
     kind, gamma = speculation or ("none", 0)
+    if gamma == "auto":
+        gamma, options = GAMMA_MAX, options | {"auto_gamma": True}
     source: Any = {"none": None, "ngram": "ngram", "model": draft}[kind]
     fields: dict[str, Any] = {"n_ctx": 256, "n_threads": 1, "n_parallel": 3, "device": "none"} | options
     return EngineConfig(model=target, draft=source, gamma=gamma, **fields)
@@ -131,7 +134,7 @@ def _decoded_alike(stock: StockContext, prompts: list[list[int]], batches: list[
     ],
 )
 def test_each_text_is_stocks(
-    case: str, speculation: tuple[str, int] | None, tiny: TinyFactory, tiny_draft: Path, batches: list[Batch]
+    case: str, speculation: tuple[str, Any] | None, tiny: TinyFactory, tiny_draft: Path, batches: list[Batch]
 ) -> None:
     """Five texts on three sequences: two wait, and take the sequences of those that end."""
     path = case_model(tiny, case)

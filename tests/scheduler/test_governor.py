@@ -5,12 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
 from moeedge import speculation
-from moeedge.scheduler.governor import GAMMA_MAX, AcceptanceByPosition, DraftGovernor, StepCost, VerificationTime
+from moeedge.scheduler.governor import (
+    GAMMA_MAX,
+    AcceptanceByPosition,
+    DraftGovernor,
+    StepCost,
+    VerificationTime,
+    token_counts,
+)
 
 N_TOKENS = 512
 N_EXPERTS, N_USED = 128, 8
@@ -117,6 +125,37 @@ def test_a_change_of_text_pays() -> None:
 def test_costs_that_fall_do_not_decide() -> None:
     """While a cache fills, what is tried last is not taken for the cheapest."""
     assert regret(COLD) <= 0.06
+
+
+@pytest.mark.parametrize(
+    ("trace", "n_texts"),
+    [
+        (Trace(lambda t: 0.1 * (1 + 0.06 * (t - 1)), 0.005, lambda n: 0.88), 4),  # alone 8 drafts are best, here 5
+        (Trace(lambda t: 0.1 * (min(experts(t), 8) + 0.1 * t), 0.01, lambda n: 0.8), 8),  # alone none, here 6
+        (Trace(lambda t: 0.1 * experts(t), 0.01, lambda n: 0.5), 2),  # none
+    ],
+)
+def test_regret_of_several_texts(trace: Trace, n_texts: int) -> None:
+    """Their one length follows T_T of all their tokens, while texts join and leave: 3.2, 2.3 and 1.0 %."""
+    found = []
+    for seed in range(12):
+        rng = np.random.default_rng(seed)
+        governor = DraftGovernor(n_experts=N_EXPERTS, n_used=N_USED, n_texts=n_texts)
+        total_s, best_s = 0.0, 0.0
+        for i in range(400):
+            n = n_texts if 50 <= i < 350 else 1
+            gamma = governor.choose(n_texts=n).gamma
+            first, *others = (trace.step(gamma, i, rng) for _ in range(n))
+            scatter = math.exp(rng.normal(0.0, trace.noise) - trace.noise**2 / 2)
+            verdicts = [(each.n_drafted, each.n_accepted) for each in others]
+            target_s = trace.target_s(n * (gamma + 1)) * scatter
+            governor.observe(replace(first, others=verdicts, target_s=target_s))
+            seconds = {g: g * trace.draft_s + trace.target_s(n * (g + 1)) for g in GAMMAS}
+            per_token_s = {g: s / speculation.expected_tokens(g, trace.acceptance(i)) for g, s in seconds.items()}
+            total_s += seconds[gamma]
+            best_s += speculation.expected_tokens(gamma, trace.acceptance(i)) * min(per_token_s.values())
+        found.append(total_s / best_s - 1)
+    assert np.mean(found) <= 0.05, found
 
 
 def loads(kind: str, rng: np.random.Generator, n: int) -> list[float]:
@@ -241,9 +280,9 @@ def test_catching_up_is_no_draft_time() -> None:
 
 class TestVerificationTime:
     def test_one_measurement_sets_the_level_of_all(self) -> None:
-        times = VerificationTime(np.array([experts(t) for t in range(1, 18)]))
+        times = VerificationTime(17, experts)
         times.observe(5, 0.4)
-        seconds = times.seconds()
+        seconds = times.seconds(range(1, 18))
         assert seconds[4] == pytest.approx(0.4, rel=0.05)
         assert 0.1 < seconds[0] < 0.4 < seconds[16]
         assert (np.diff(seconds) >= 0).all()
@@ -251,19 +290,29 @@ class TestVerificationTime:
     def test_mean_of_times_that_scatter(self) -> None:
         """The mean, not the median, is what many steps take."""
         rng = np.random.default_rng(2)
-        times = VerificationTime(np.ones(17))
+        times = VerificationTime(17)
         estimates = []
         for _ in range(2000):
             times.observe(1, 0.1 * math.exp(rng.normal(0.0, 0.5) - 0.125))
-            estimates.append(times.seconds()[0])
+            estimates += times.seconds([1])
         assert np.mean(estimates[100:]) == pytest.approx(0.1, rel=0.08)
 
     def test_an_outlier_moves_little(self) -> None:
-        times = VerificationTime(np.ones(17))
+        times = VerificationTime(17)
         for _ in range(50):
             times.observe(1, 0.1)
         times.observe(1, 10.0)
-        assert times.seconds()[0] < 0.13
+        assert times.seconds([1])[0] < 0.13
+
+    def test_many_tokens_are_estimated_at_some_counts(self) -> None:
+        """Those of several texts: an eighth apart, and the largest one for all beyond."""
+        counts = token_counts(64 * 17)
+        assert counts[:18] == [*range(1, 18), 19] and counts[-1] == 64 * 17 and len(counts) < 60
+        assert all(after <= before * 1.125 for before, after in pairwise(counts[17:]))
+        times = VerificationTime(40, experts)
+        times.observe(1000, 0.4)
+        assert times.seconds([40, 41, 500]) == pytest.approx([0.4] * 3, rel=0.05)
+        assert times.seconds([2])[0] < 0.4
 
 
 class TestAcceptanceByPosition:
