@@ -1,14 +1,18 @@
-"""How an operation speaks with its caller: messages at once, notes for its record, whether to stop; and how it ends."""
+"""How an operation speaks with its caller (messages, notes, whether to stop) and ends; its turns and times."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+T = TypeVar("T")
+Clock = Callable[[], float]  # seconds
 
 
 class Level(Enum):
@@ -102,3 +106,32 @@ class Closing:
 
     def __exit__(self, *_exception: object) -> None:
         self.close()
+
+
+def rotated(items: Sequence[T], turn: int) -> tuple[T, ...]:
+    """Returns the order in which the items run for the `turn`-th time: rotated, every second cycle reversed.
+
+    Slow drift of the machine then affects all alike: each item comes in every place, and after each other one.
+    """
+    cycle, shift = divmod(turn, len(items))
+    order = (*items[shift:], *items[:shift])
+    return order[::-1] if cycle % 2 else order
+
+
+def within(limit_s: float, rounds: Iterable[T], *, at_least: int = 1, clock: Clock = time.perf_counter) -> Iterator[T]:
+    """Yields rounds of a measurement until one ends after `limit_s` seconds; at_least: of them, however long they take.
+
+    The time runs from the request for the first; no round is cut short.
+    """
+    end_s = clock() + limit_s
+    for n_begun, each in enumerate(rounds, 1):
+        yield each
+        if n_begun >= at_least and clock() > end_s:
+            return
+
+
+def seconds_of(work: Callable[[], object], *, clock: Clock = time.perf_counter) -> float:
+    """Does the work; returns the seconds that it took. Raises what the work raises."""
+    start_s = clock()
+    work()
+    return clock() - start_s

@@ -18,7 +18,7 @@ from typing import Any
 
 from moeedge.bench import whole_layers
 from moeedge.bench.config import MODES, REFERENCE, BenchMode, mode_config
-from moeedge.bench.experiment import BenchArm, Work, rotated
+from moeedge.bench.experiment import BenchArm, Work
 from moeedge.bench.quality import OutputCheck, Perplexity
 from moeedge.engine.layer_search import has_choice, open_session
 from moeedge.engine.loading import host_bytes, load_draft, load_target
@@ -29,7 +29,7 @@ from moeedge.hardware.devices import ResolvedDevice, read_memory
 from moeedge.hardware.host import available_memory, fits
 from moeedge.llama.gguf_file import expert_bytes, expert_tensors
 from moeedge.llama.model import Model
-from moeedge.run import Run
+from moeedge.run import Run, rotated
 from moeedge.units import format_bytes
 
 # arms that take turns, their repetitions, and the place of the first of them among the modes of the pass

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from moeedge.bench.config import MODES
-from moeedge.bench.experiment import BenchArm, Conversations, answer_text, rotated
+from moeedge.bench.experiment import BenchArm, Conversations, answer_text
 from moeedge.bench.quality import AnswerScorer, measure_perplexity
 from moeedge.bench.samples import Sample, Samples, mean_and_error
 from moeedge.data.datasets import load_calibration, load_calibration_text
@@ -39,7 +39,7 @@ from moeedge.llama import gguf_file
 from moeedge.llama.model import Model
 from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.records import combine
-from moeedge.run import Level, Progress, Run
+from moeedge.run import Level, Progress, Run, rotated, within
 from moeedge.scheduler.calibration import Measurement, keep, measurement_file, read_measurement
 
 _FASTER = 1.03  # times the unbudgeted speed, which a lossy budget must reach: less is within the noise of measuring
@@ -224,13 +224,12 @@ class Trials:
         source = load_calibration() if is_toy(self._session.model) else load_calibration_text()
         is_tasks = isinstance(source, Dataset)
         trials = tuple(self._try_tasks(source) if isinstance(source, Dataset) else self._try_text(source))
-        seconds = time.perf_counter() - start_s
         return BudgetChoice(
             trials=trials,
             score_kind="tasks" if is_tasks else "likelihood",
             calibrated_on=source.name,
             gamma=self._session.gamma,
-            seconds=seconds,
+            seconds=time.perf_counter() - start_s,
         )
 
     def _try_tasks(self, tasks: Dataset) -> list[BudgetTrial]:
@@ -246,9 +245,8 @@ class Trials:
         scores: dict[int | None, list[float]] = {budget: [] for budget in (None, *self._candidates(warm))}
         samples: dict[int | None, list[Sample]] = {budget: [] for budget in scores}
         running = list(scores)
-        end_s = time.perf_counter() + _LIMIT_S
         self._progress.start("measuring", len(prompts))
-        for index, prompt in enumerate(prompts):
+        for index, prompt in enumerate(within(_LIMIT_S, prompts, at_least=_TASKS_MIN)):
             for budget in rotated(running, index):
                 self._set_budget(budget)
                 answers = [scorer.scored(sample) for sample in answers_to([prompt])]
@@ -256,8 +254,6 @@ class Trials:
                 samples[budget] += answers
             running = [each for each in running if not lost_too_many(scores[each], scores[None], len(prompts))]
             self._progress.add()
-            if index + 1 >= _TASKS_MIN and time.perf_counter() > end_s:
-                break
         return [_task_trial(budget, scores[budget], samples[budget], samples[None]) for budget in scores]
 
     def _try_text(self, text: EvaluationText) -> list[BudgetTrial]:

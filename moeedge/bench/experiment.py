@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -29,7 +29,7 @@ from moeedge.engine.types import SamplingConfig
 from moeedge.hardware.host import LoadReading
 from moeedge.llama.model import Model
 from moeedge.native.abi import Phase
-from moeedge.run import Run
+from moeedge.run import Run, rotated, seconds_of
 from moeedge.scheduler.stats import StepRecord
 
 GREEDY = SamplingConfig(temperature=0.0, seed=0)
@@ -39,8 +39,6 @@ _WARM_UP_TOKENS = 16
 _WARM_UP_TOKENS_TOGETHER = 8
 _SEED = 1  # of random tokens
 _SLICE_TOKENS = 16
-
-T = TypeVar("T")
 
 
 class Meter:
@@ -124,20 +122,8 @@ class BenchArm:
 
     def drain_transfers(self) -> float:
         """Ends a sample's transfers, which would slow down the next arm; returns the seconds that this took."""
-        start_s = time.perf_counter()
-        if self.session.placement is not None:
-            self.session.placement.drain_transfers(_PAUSE_S)
-        return time.perf_counter() - start_s
-
-
-def rotated(items: Sequence[T], turn: int) -> tuple[T, ...]:
-    """Returns the order in which the items run for the `turn`-th time: rotated, every second cycle reversed.
-
-    Slow drift of the machine then affects all alike: each item comes in every place, and after each other one.
-    """
-    cycle, shift = divmod(turn, len(items))
-    order = (*items[shift:], *items[:shift])
-    return order[::-1] if cycle % 2 else order
+        placement = self.session.placement
+        return 0.0 if placement is None else seconds_of(partial(placement.drain_transfers, _PAUSE_S))
 
 
 def answer_text(model: Model, tokens: Sequence[int]) -> str:
@@ -455,10 +441,9 @@ class ScriptedWork(Work):
 def _decode(arm: BenchArm, tokens: Sequence[int], phase: Phase = Phase.PREFILL) -> None:
     """Decodes a batch, lets the policy observe it, and starts the transfers of its plan, as the engine's loop does."""
     target, placement = arm.session.target, arm.session.placement
-    start_s = time.perf_counter()
-    target.decode(tokens, phase=phase, logits="last")
+    seconds = seconds_of(partial(target.decode, tokens, phase=phase, logits="last"))
     if placement is None or target.sensor is None:
         return
-    seconds = time.perf_counter() - start_s if phase == Phase.DECODE else 0.0
-    record = StepRecord(tokens=list(tokens[-1:]), n_verified=int(phase == Phase.DECODE), verify_s=seconds)
+    n_verified = int(phase == Phase.DECODE)
+    record = StepRecord(tokens=list(tokens[-1:]), n_verified=n_verified, verify_s=n_verified * seconds)
     placement.after_verification(target.sensor.read_counts(), tokens, record)

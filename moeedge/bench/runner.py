@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -47,7 +47,7 @@ from moeedge.hardware.provenance import read_provenance
 from moeedge.llama.model import Model
 from moeedge.llama.model_memory import choose_n_ctx
 from moeedge.native.abi import Phase, RoutingMode
-from moeedge.run import Notification, Run
+from moeedge.run import Notification, Run, rotated, seconds_of
 
 _CONTEXT_STEP = 256  # llama.cpp pads contexts to multiples of this many tokens
 _ALONE = -1  # the pass of answers to single prompts in a journal
@@ -391,10 +391,9 @@ def hook_cost(arm: BenchArm, run: Run) -> float | None:
             if run.cancelled():
                 return None
             seconds = {}
-            for mode in (RoutingMode.OFF, RoutingMode.IDENTITY)[:: 1 if index % 2 else -1]:
-                routing.mode, start_s = mode, time.perf_counter()
-                target.decode([index], phase=Phase.DECODE)
-                seconds[mode] = time.perf_counter() - start_s
+            for mode in rotated((RoutingMode.OFF, RoutingMode.IDENTITY), index):
+                routing.mode = mode
+                seconds[mode] = seconds_of(partial(target.decode, [index], phase=Phase.DECODE))
             ratios.append(seconds[RoutingMode.IDENTITY] / seconds[RoutingMode.OFF])
     finally:
         routing.mode = RoutingMode.FORCED

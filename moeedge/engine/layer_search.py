@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 
 from moeedge import native
 from moeedge.engine.layer_choice import LayerChoice, LayerSplit, choice_file, is_marked, mark, read_choice
@@ -27,7 +28,7 @@ from moeedge.llama.gguf_file import most_whole_layers, whole_layers
 from moeedge.llama.model import Model
 from moeedge.native.abi import PrefillPath
 from moeedge.native.cache import ExpertTensor
-from moeedge.run import Level, Notification, Run
+from moeedge.run import Level, Notification, Run, within
 from moeedge.scheduler.calibration import keep
 from moeedge.scheduler.microbench import CONTEXT_MIN, SAMPLE_TEXT
 from moeedge.scheduler.opening import check_policy
@@ -120,15 +121,11 @@ def time_steps(session: Session) -> CachedSteps:
 
 def _answer(session: Session, prompt: Sequence[int], n_steps: int) -> list[float]:
     """Seconds of each step of an answer."""
-    times_s: list[float] = []
-    end_s = math.inf
-    run = Run(cancelled=lambda: len(times_s) >= n_steps or (bool(times_s) and time.perf_counter() > end_s))
-    generation = session.generate(prompt, sampling=_GREEDY, ignore_eos=True, run=run)
-    for record in generation:
-        if record.n_verified:
-            times_s.append(record.draft_s + record.verify_s + record.observe_s)
-        else:  # the prompt
-            end_s = time.perf_counter() + _LIMIT_S
+    generation = session.generate(prompt, sampling=_GREEDY, ignore_eos=True)
+    next(iter(generation), None)  # the prompt
+    steps = within(_LIMIT_S, islice(generation, n_steps))
+    times_s = [record.draft_s + record.verify_s + record.observe_s for record in steps]
+    generation.close()
     if not times_s:
         raise EngineError("The measured answer has no step.")
     return times_s

@@ -30,13 +30,13 @@ from moeedge.errors import ModelFileError
 from moeedge.llama import gguf_file
 from moeedge.llama.dense_weights import SplitWeights, ranges_by_file
 from moeedge.native.mapping import open_direct
-from moeedge.run import NO_PROGRESS, Progress
+from moeedge.run import NO_PROGRESS, Progress, rotated
 from moeedge.scheduler.calibration import Measurement, keep, measurement_file, read_measurement
 
 DEPTHS = (1, 2, 4, 8, 16)  # requests at a time
 PIECES_BYTES = tuple(2**exponent for exponent in range(16, 24))  # 64 KiB to 8 MiB
 _ALIGNMENT = 4096  # of offsets, sizes and memory: at least the blocks of the disks that there are
-_PASSES = 3  # in an order of their own; the median counts, as another program may be reading
+_PASSES = 3  # in turn; the median counts, as another program may be reading
 _READ_S = 0.15  # of each depth and size in each pass
 _ENOUGH = 0.95  # of the best rate
 _IN_MEMORY = ("tmpfs", "ramfs")
@@ -131,14 +131,14 @@ def measure(
     name, file_system = _mount_of(model)
     with ExitStack() as stack:
         files = _Files(list(ranges), stack)
-        tasks, rng = list(product(depths, places)), np.random.default_rng(0)
-        order = np.concatenate([rng.permutation(len(tasks)) for _ in range(_PASSES)])
+        rng = np.random.default_rng(0)
+        tasks = rng.permutation(list(product(depths, places))).tolist()  # neighbours, whose median counts, lie apart
         passes: dict[tuple[int, int], list[tuple[int, float]]] = defaultdict(list)  # reads, seconds
-        progress.start("reading", len(order))
-        for index in order.tolist():
-            depth, size = tasks[index]
-            passes[depth, size].append(files.read(rng.permutation(places[size]), size, depth, read_s))
-            progress.add()
+        progress.start("reading", _PASSES * len(tasks))
+        for index in range(_PASSES):
+            for depth, size in rotated(tasks, index * len(tasks) // _PASSES):  # each comes early, midway and late
+                passes[depth, size].append(files.read(rng.permutation(places[size]), size, depth, read_s))
+                progress.add()
     by_layer = gguf_file.expert_bytes_by_layer(experts, 1 + max((tensor.layer for tensor in experts), default=0))
     calibration = DiskCalibration(
         model=model.name,

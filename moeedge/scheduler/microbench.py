@@ -25,7 +25,7 @@ from moeedge.native.abi import DevicePath, Phase, PrefillPath
 from moeedge.native.cache import ExpertCache
 from moeedge.policies.cost_model import CostModel, fit_side, share_curves
 from moeedge.policies.registry import make_policy
-from moeedge.run import Run
+from moeedge.run import Run, rotated, seconds_of, within
 from moeedge.scheduler.calibration import Calibration, calibration_file, keep, read_measurement
 from moeedge.scheduler.config import PlacementConfig
 from moeedge.scheduler.driver import StepDriver
@@ -160,8 +160,8 @@ class _Measuring:
         readers = [n for n in _READERS if n <= n_max]
         times: dict[int, list[float]] = {n: [] for n in readers}
         times[1] += times_s
-        for index, part in enumerate(np.array_split(uploads, _FILLS * len(readers))):
-            n_readers = readers[index % len(readers)]
+        order = [n for turn in range(_FILLS) for n in rotated(readers, turn)]
+        for n_readers, part in zip(order, np.array_split(uploads, len(order)), strict=True):
             self._cache.set_readers(n_readers)
             times[n_readers].append(self._time_uploads(part))
         best = {n: min((time_s for time_s in of_n if time_s > 0), default=0.0) for n, of_n in times.items()}
@@ -187,12 +187,11 @@ class _Measuring:
         self._target.decode(prompt, phase=Phase.PREFILL, logits="last")
         for piece in reader.prefill(self._sensor.read_counts(), prompt):
             self._driver.observe(piece)
-        start_s = time.perf_counter()
-        for step in range(_STEPS):
+        for _ in within(_PART_LIMITS_S["steps"], range(_STEPS), at_least=3):
             self.check()
             first = self._target.n_past
             batch = self.tokens[first : first + size]
-            if len(batch) < size or (step >= 3 and time.perf_counter() - start_s > _PART_LIMITS_S["steps"]):
+            if len(batch) < size:
                 break
             utility = self._driver.plan_draft(batch).utility.copy()
             self._driver.push()
@@ -215,11 +214,11 @@ class _Measuring:
         sizes = sorted({n for n in (*_BATCHES, self.n_verified) if n <= self._target.n_ctx // 4})
         times: dict[tuple[int, DevicePath | None], list[float]] = defaultdict(list)
         ways = [None, *self._device_paths]
-        start_s = time.perf_counter()
-        for repetition in range(_REPETITIONS):
+        # on a large model one repetition takes longer than warming up could distort it
+        for repetition in within(_PART_LIMITS_S["batches"], range(_REPETITIONS)):
             self._cache.set_timing(repetition % 2 == 0)
             for n in sizes:
-                for way in reversed(ways) if repetition % 2 else ways:
+                for way in rotated(ways, repetition):
                     self._use_cache(way is not None)
                     if way is not None:
                         self._cache.set_device_path(way)
@@ -230,8 +229,6 @@ class _Measuring:
                     times[n, way].append(self._time_decode(n, Phase.VERIFY if n > 1 else Phase.DECODE))
                     if way is not None:
                         self._records[way].append(self._cache.blocks())
-            if time.perf_counter() - start_s > _PART_LIMITS_S["batches"]:
-                break  # on a large model one repetition takes longer than warming up could distort it
         self._use_cache(True)
         best_s = {way: {n: min(times[n, way]) for n in sizes} for way in ways}
         return {path: best_s[path] for path in self._device_paths}, best_s[None]
@@ -243,35 +240,30 @@ class _Measuring:
 
     def _time_decode(self, n: int, phase: Phase) -> float:
         self.check()
-        first = self._target.n_past
-        start_s = time.perf_counter()
-        self._target.decode(self.tokens[first : first + n], phase=phase, logits="all" if n <= 64 else "last")
-        return time.perf_counter() - start_s
+        tokens = self.tokens[self._target.n_past :][:n]
+        return seconds_of(partial(self._target.decode, tokens, phase=phase, logits="all" if n <= 64 else "last"))
 
     def time_prefill(self, token_s: float) -> dict[PrefillPath, float]:
         """Tokens/s of a prompt by path; empty without room for one. token_s: of a small batch, limits its length."""
-        prefill_paths = [PrefillPath.CPU, PrefillPath.RESIDENT]
+        prefill_paths = [PrefillPath.RESIDENT, PrefillPath.CPU]
         limit_s, max_tokens = _PART_LIMITS_S["prefill"], _PREFILL_TOKENS
         if self._cache.info.n_stage >= 2:
             # moving all experts takes as long for a short prompt as for a full graph: only the latter is comparable
-            prefill_paths.append(PrefillPath.STREAM)
+            prefill_paths.insert(0, PrefillPath.STREAM)
             limit_s, max_tokens = _STREAM_S, self._target.n_ubatch
         n_affordable = min(max(int(limit_s / max(token_s, 1e-9)), _PREFILL_TOKENS_MIN), max_tokens)
         n = min(n_affordable, self._target.n_ubatch, self._target.n_ctx)
         if n <= 64:
             return {}
         times: dict[PrefillPath, list[float]] = defaultdict(list)
-        start_s = time.perf_counter()
-        for repetition in range(_PREFILL_REPETITIONS):
-            for path in prefill_paths if repetition % 2 else reversed(prefill_paths):
+        for repetition in within(_PART_LIMITS_S["prefill"], range(_PREFILL_REPETITIONS)):
+            for path in rotated(prefill_paths, repetition):
                 self._cache.set_prefill(path, min(n, 65))
                 # a token between: llama.cpp would reuse its last graph, on the last path, for a batch of the same size
                 self._target.clear()
                 self._target.decode(self.tokens[:1], phase=Phase.PREFILL, logits="last")
                 self._target.clear()
                 times[path].append(self._time_decode(n, Phase.PREFILL))
-            if time.perf_counter() - start_s > _PART_LIMITS_S["prefill"]:
-                break
         self._cache.set_prefill(PrefillPath.CPU, 65)
         return {path: n / min(times_s) for path, times_s in times.items()}
 
@@ -284,9 +276,7 @@ class _Measuring:
         times = []
         for token in tokens[n : 2 * n]:
             self.check()
-            start_s = time.perf_counter()
-            draft.decode([token], phase=Phase.DRAFT)
-            times.append(time.perf_counter() - start_s)
+            times.append(seconds_of(partial(draft.decode, [token], phase=Phase.DRAFT)))
         draft.clear()
         return median(times)
 

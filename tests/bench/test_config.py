@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from itertools import pairwise, permutations
 from pathlib import Path
 
 import pytest
@@ -18,7 +16,7 @@ from moeedge.bench.config import (
     parse_policies,
     parse_ratios,
 )
-from moeedge.bench.experiment import rotated, synthetic_modes
+from moeedge.bench.experiment import synthetic_modes
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
 from moeedge.scheduler.config import PlacementConfig
@@ -48,16 +46,6 @@ def test_the_engine_configuration_of_a_mode() -> None:
         "stock-ncmoe": ("stock", None, 0),
         "stock-ncmoe-sd": ("stock", Path("d.gguf"), 5),
     }
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_every_mode_runs_equally_often_in_every_place_and_after_every_other(n: int) -> None:
-    modes = list(MODES.values())[:n]
-    orders = [rotated(modes, turn) for turn in range(2 * n)]
-    for place in range(n):
-        assert set(Counter(order[place] for order in orders).values()) == {2}
-    after = Counter(pair for order in orders for pair in pairwise(order))
-    assert all(after[a, b] == after[b, a] > 0 for a, b in permutations(modes, 2) if after[a, b] or after[b, a])
 
 
 def test_lists_of_policies_and_ratios() -> None:

@@ -34,7 +34,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moeedge import paths
-from moeedge.bench.experiment import rotated
 from moeedge.bench.samples import disk_bytes_read
 from moeedge.data.datasets import load_toy
 from moeedge.engine.conversation import Conversation, prompt_tokens
@@ -44,6 +43,7 @@ from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.hardware.provenance import Provenance, read_provenance
 from moeedge.native.abi import Phase
 from moeedge.paths import replace_file
+from moeedge.run import rotated
 from moeedge.scheduler import disk
 from moeedge.scheduler.config import PlacementConfig
 from moeedge.scheduler.governor import GAMMA_MAX

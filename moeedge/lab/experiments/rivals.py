@@ -23,7 +23,7 @@ from moeedge.errors import EngineError
 from moeedge.hardware.host import fits
 from moeedge.hardware.provenance import Provenance
 from moeedge.records import figure, filled, quotient, stored
-from moeedge.run import Run
+from moeedge.run import Run, rotated
 
 if TYPE_CHECKING:  # the options' defaults are read for --help, which must not load llama.cpp
     from moeedge.bench.journal import Journal
@@ -215,8 +215,6 @@ def measure(plan: RivalPlan, variants: Sequence[Variant], journal: Journal, run:
     A rival's variant that fails is left out from there on, as is one that was clearly slower than another of this rival
     in all tests of the first repetition. Raises EngineError where ours fails.
     """
-    from moeedge.bench.experiment import rotated
-
     kept: list[RivalSample] = [sample for own in journal.samples(0, 0).values() for sample in own]
     yield from kept
     done, failed = {(sample.mode, sample.repetition) for sample in kept}, set[str]()

@@ -17,7 +17,7 @@ from statistics import fmean, median
 
 import numpy as np
 
-from moeedge.bench.experiment import GREEDY, rotated
+from moeedge.bench.experiment import GREEDY
 from moeedge.bench.roofline import Weights, measure_read_speed
 from moeedge.engine.sampling import Candidates, Sampler
 from moeedge.engine.session import Session
@@ -26,7 +26,7 @@ from moeedge.lab.analysis.step_fit import Machine, TimePoint
 from moeedge.llama.context import Context
 from moeedge.llama.sequence import BatchPart
 from moeedge.native.abi import Phase
-from moeedge.run import NO_PROGRESS, Progress
+from moeedge.run import NO_PROGRESS, Progress, rotated
 
 WARM_UPS = 2  # untimed passes of the same shape before each timed one; after a single one plain steps are still slower
 _PREFILL_TOKENS = 256  # of the batch that says how many operations per second the kernels reach
