@@ -1,4 +1,5 @@
-// The ggml backend: context struct in backend-instance.h, ops in graph-compute.cpp; backend, device and registry here.
+// The ggml backend: context struct in backend-instance.h, ops in graph-compute.cpp; backend, device, registry and large pages of
+// the CPU's buffers here.
 //
 // Takes     by offload scope (moeedge_offload_scope): no operation, the MoE blocks, or every operation of the CPU.
 // Forwards  the graph's nodes to an inner CPU backend instance, the experts' matmuls with kernels of ours that give the same bits
