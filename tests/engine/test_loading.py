@@ -157,11 +157,6 @@ WHOLE = LayerSplit(14, 34, 0, 0.033)
 CHOICE = LayerChoice(device="GPU0", n_layers=48, splits=(CACHE, WHOLE, BETWEEN), free_bytes=8 * GIB, seconds=31.0)
 
 
-@pytest.fixture
-def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MOEEDGE_CACHE", str(tmp_path / "cache"))
-
-
 def test_the_fastest_is_chosen_and_compared_with_whole_layers() -> None:
     assert CHOICE.best is BETWEEN and CHOICE.whole_only is WHOLE
     said = CHOICE.sentence()  # others are in tests/outputs/choices.py

@@ -36,7 +36,7 @@ from tests.support.split_files import split
 SLOW_BYTES_PER_S = 2e6
 N_PREDICT = 12
 _MEMORY = Path("/dev/shm")
-pytestmark = pytest.mark.usefixtures("own_cache_folder")
+pytestmark = pytest.mark.usefixtures("cache_folder")
 
 
 @pytest.fixture(scope="module")
