@@ -12,7 +12,6 @@ from moeedge import native, paths
 from moeedge.errors import BackendError, ModelFileError
 from moeedge.health import doctor
 from moeedge.health.doctor import BY_NAME, VARIABLES, Finding, checked
-from moeedge.native import compute as kernels
 from moeedge.native.compute import Kernel
 from moeedge.scheduler.disk import quick_rate
 from tests.support.commands import reference
@@ -101,13 +100,11 @@ def kernel(instructions: str, layout: str, speed: float, *, is_equal: bool = Tru
     return Kernel(instructions, layout, is_equal, *(speed,) * 5, 0)
 
 
-def test_kernels_with_other_bits_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "is_amx_disabled", lambda: False)
-    found = [kernel("new", "q4_0", 2.5), kernel("new", "q8_0", 3.0, is_equal=False), kernel("old", "q4_0", 1.2)]
-    monkeypatch.setattr(kernels, "kernels", lambda: found)
+def test_kernels_with_other_bits_are_not_counted(here: Here) -> None:
+    here.set_kernels(kernel("new", "q4_0", 2.5), kernel("new", "q8_0", 3.0, is_equal=False), kernel("old", "q4_0", 1.2))
     text = only(doctor.kernels()).text
     assert "(new)" in text and "1 of 1" in text and "2.5" in text and "1 not used" in text
-    monkeypatch.setattr(kernels, "kernels", lambda: [kernel("new", "q4_0", 2.5, is_equal=False)])
+    here.set_kernels(kernel("new", "q4_0", 2.5, is_equal=False))
     assert only(doctor.kernels()).status == "info"
 
 

@@ -19,7 +19,7 @@ import pytest
 from moeedge import native
 from moeedge.hardware import gpus, host, nvidia
 from moeedge.hardware.devices import ResolvedDevice, VramReading
-from moeedge.native import mapping
+from moeedge.native import compute, mapping
 from moeedge.scheduler import slot_memory
 from moeedge.scheduler.slot_memory import MemoryWatch
 
@@ -148,6 +148,11 @@ class Here:
         self.patch(host, "_GROUPS", self.root)
         self.patch(host, "_MEMBERSHIP", self.write("membership", "0::/\n"))
         self.write("cpu.max", f"{'max' if limit is None else round(limit * 100_000)} 100000\n")
+
+    def set_kernels(self, *kernels: compute.Kernel) -> None:
+        """Of ours these run on the processor, and AMX works."""
+        self.patch(compute, "kernels", lambda: list(kernels))
+        self.patch(compute, "is_amx_disabled", lambda: False)
 
     def set_load(self, others: float) -> None:
         """Other programs use so many processors."""
