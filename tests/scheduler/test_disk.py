@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import mmap
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -66,22 +62,12 @@ def test_reads_are_aligned_and_among_the_experts(wide: Path, here: Here) -> None
     assert len(set(offsets.tolist())) > 3
 
 
-def read_without_direct(file: int, buffers: list[mmap.mmap], offset: int, read: Callable[..., int] = os.preadv) -> int:
-    """As on a file system that opens files for direct reads and has none."""
-    if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT:
-        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-    return read(file, buffers, offset)
-
-
 @pytest.mark.parametrize("is_refused", [True, False], ids=["not opened", "not read"])
 def test_the_page_cache_is_emptied_where_it_cannot_be_bypassed(
     wide: Path, here: Here, monkeypatch: pytest.MonkeyPatch, is_refused: bool
 ) -> None:
     dropped: list[int] = []
-    if is_refused:
-        monkeypatch.setattr(os, "O_DIRECT", os.O_DIRECTORY, raising=False)  # refused for a file, as O_DIRECT may be
-    else:
-        here.read_by(read_without_direct)
+    here.refuse_direct_reads(at_open=is_refused)
     monkeypatch.setattr(os, "posix_fadvise", lambda *arguments: dropped.append(arguments[3]))
     found = quick(wide)
     assert not found.direct

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import resource
 import shutil
@@ -62,6 +63,14 @@ class Here:
         """Every disk has so much room left."""
         usage = shutil.disk_usage(self.root)._replace(free=free_bytes)
         self.patch(shutil, "disk_usage", lambda _path: usage)
+
+    def fill_disk(self, number: int) -> None:
+        """What was written does not reach the disk; number: of the error, as of a quota."""
+
+        def fsync(_file: int) -> None:
+            raise OSError(number, os.strerror(number))
+
+        self.patch(os, "fsync", fsync)
 
     def offer(self, *devices: native.Device, cards: tuple[str, ...] = ()) -> None:
         """llama.cpp lists these devices, and NVIDIA's driver these cards; Linux lists none."""
@@ -125,6 +134,20 @@ class Here:
 
         self.read_by(fail)
 
+    def refuse_direct_reads(self, *, at_open: bool) -> None:
+        """The file system opens no file for reads past the page cache, or opens it and has none."""
+        preadv = os.preadv
+
+        def read(file: int, buffers: list[Any], offset: int) -> int:
+            if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT:
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            return preadv(file, buffers, offset)
+
+        if at_open:
+            self.patch(os, "O_DIRECT", os.O_DIRECTORY, raising=False)  # which is refused for a file
+        else:
+            self.read_by(read)
+
     def seen_reads(self) -> list[tuple[int, int]]:
         """Offset and bytes of all reads from here on."""
         seen, preadv = list[tuple[int, int]](), os.preadv
@@ -153,6 +176,10 @@ class Here:
         """Of ours these run on the processor, and AMX works."""
         self.patch(compute, "kernels", lambda: list(kernels))
         self.patch(compute, "is_amx_disabled", lambda: False)
+
+    def set_clock(self, clock: Callable[[], float]) -> None:
+        """What is timed takes as long as this clock says."""
+        self.patch(time, "perf_counter", clock)
 
     def set_load(self, others: float) -> None:
         """Other programs use so many processors."""
