@@ -22,7 +22,7 @@ from moeedge.hub.remote import is_offline
 from moeedge.native.compute import is_amx_disabled
 from tests.support.cases import SLOW_CASES
 from tests.support.counting import CountingDevice, Unavailable, compile_device, counting_device
-from tests.support.machine import Here
+from tests.support.machine import Here, Machine
 from tests.support.stock import NO_AMX
 from tests.support.tiny import tiny_factory
 from tests.support.worker import WorkerProcess, start_worker
@@ -52,6 +52,12 @@ def pytest_configure() -> None:
 def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Here:
     """This machine, of which the test replaces parts."""
     return Here(monkeypatch, tmp_path)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
+    """A machine that is described in this test's folder."""
+    return Machine(monkeypatch, tmp_path)
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from moeedge.llama.model import Model
 from moeedge.records import as_dict
 from tests.bench.recording import make_plan, run, write_conversations
 from tests.conftest import TinyFactory
+from tests.support.machine import Machine
 
 
 @pytest.mark.parametrize("arch", ["qwen3moe", "qwen3", "glm4moe"])
@@ -65,20 +66,17 @@ def test_the_limit_of_a_prompt() -> None:
     assert unknown.prompt_limit_ts(1000) == pytest.approx(1000 / 0.26)
 
 
-def test_the_last_caches_of_the_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_caches_of_the_threads(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pairs of cores share a cache of 32 MiB; what is read must not fit those of all the threads."""
-    monkeypatch.setattr(roofline, "_PROCESSORS", tmp_path)
-    for cpu in range(8):
-        for index, (level, size, first) in enumerate([(1, "32K", cpu), (1, "32K", cpu), (3, "32768K", cpu // 2 * 2)]):
-            folder = tmp_path / f"cpu{cpu}/cache/index{index}"
-            folder.mkdir(parents=True)
-            shared = f"{cpu}" if level == 1 else f"{first}-{first + 1}"
-            for name, text in {"level": level, "size": size, "shared_cpu_list": shared}.items():
-                (folder / name).write_text(f"{text}\n")
-    (tmp_path / "cpu8/cache").mkdir(parents=True)  # without caches
-    assert [roofline._last_cache_bytes(n) >> 20 for n in (1, 2, 4, 16)] == [32, 64, 128, 128]
-    monkeypatch.setattr(roofline, "_PROCESSORS", tmp_path / "none")
+    monkeypatch.setattr(roofline, "_PROCESSORS", machine.root)
     assert roofline._last_cache_bytes(4) == 0
+    for cpu in range(8):
+        first = cpu // 2 * 2
+        for index, (level, size, shared) in enumerate([*[(1, "32K", cpu)] * 2, (3, "32768K", f"{first}-{first + 1}")]):
+            for name, text in {"level": level, "size": size, "shared_cpu_list": shared}.items():
+                machine.write(f"cpu{cpu}/cache/index{index}/{name}", f"{text}\n")
+    (machine.root / "cpu8/cache").mkdir(parents=True)  # without caches
+    assert [roofline._last_cache_bytes(n) >> 20 for n in (1, 2, 4, 16)] == [32, 64, 128, 128]
 
 
 def test_rows_have_it(tmp_path: Path, tiny_moe: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,12 +18,14 @@ from moeedge.engine.layer_search import open_session
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import ContextTooSmallError, InputError
+from moeedge.hardware.host import fits
+from moeedge.llama.model import Model
 from moeedge.planning.memory_map import this_machine
 from moeedge.planning.planner import Planner
 from moeedge.scheduler.config import PlacementConfig
 from tests.bench.recording import RecordedBench, Recorder, in_ram, make_plan, run, write_conversations
 from tests.support.counting import DEVICE, CountingDevice
-from tests.support.memory import SmallMachine
+from tests.support.machine import Here
 from tests.support.tiny import make_tiny
 
 pytestmark = pytest.mark.usefixtures("cache_folder")
@@ -38,15 +40,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny("qwen3moe", tmp_path_factory.mktemp("model"), layers=8, experts=256, expert_ff=128)
 
 
-def _machine(monkeypatch: pytest.MonkeyPatch, ratio: float, *files: Path) -> SmallMachine:
-    return SmallMachine(monkeypatch, round(sum(file.stat().st_size for file in files) / ratio))
+def _loaded(here: Here, ratio: float, *files: Path) -> list[Model]:
+    """The models that are loaded into a memory of which the files take so much."""
+    return here.set_memory_of_models(round(sum(file.stat().st_size for file in files) / ratio))
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_every_mode_runs_and_answers_alike(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model: Path, tiny_draft: Path, ratio: float
+    here: Here, tmp_path: Path, model: Path, tiny_draft: Path, ratio: float
 ) -> None:
-    machine = _machine(monkeypatch, ratio, model, tiny_draft)
+    loaded = _loaded(here, ratio, model, tiny_draft)
     plan = make_plan(model, tiny_draft, modes=MODES, dataset=write_conversations(tmp_path), n_prompt=8, repetitions=1)
     placement = PlacementConfig(calibrate=False, policy="lfu")
     plan = replace(plan, base=replace(plan.base, device="none", ram="auto", n_ubatch=64, placement=placement))
@@ -57,7 +60,7 @@ def test_every_mode_runs_and_answers_alike(
     tokens = {(each.mode, each.prompt, each.turn): each.tokens for each in recorder.samples if each.prompt}
     assert all(found == tokens["stock-ar", prompt, turn] for (_mode, prompt, turn), found in tokens.items())
     in_ram = {row.mode for row in answers if row.setup.device == "RAM"}
-    targets = [loaded for loaded in machine.loaded if loaded.path == model]
+    targets = [each for each in loaded if each.path == model]
     if ratio < 1:
         assert not in_ram and [target.storage for target in targets] == ["loaded"], "one set of weights"
     else:
@@ -68,10 +71,10 @@ def test_every_mode_runs_and_answers_alike(
 @pytest.mark.parametrize("ratio", RATIOS)
 @pytest.mark.parametrize("has_draft", [False, True])
 def test_chat_profile_bench_and_plan_agree_on_what_fits(
-    monkeypatch: pytest.MonkeyPatch, model: Path, tiny_draft: Path, ratio: float, has_draft: bool
+    here: Here, model: Path, tiny_draft: Path, ratio: float, has_draft: bool
 ) -> None:
     draft = tiny_draft if has_draft else None
-    _machine(monkeypatch, ratio, *([model, tiny_draft] if has_draft else [model]))
+    _loaded(here, ratio, *([model, tiny_draft] if has_draft else [model]))
     config = EngineConfig(model=model, draft=draft, n_ctx=256, n_ubatch=64, n_threads=1, device="none", ram="auto")
     storage = "loaded" if ratio < 1 else "on demand"
     for opened in (open_session, Session.open):  # of chat, of profile
@@ -90,28 +93,26 @@ def test_chat_profile_bench_and_plan_agree_on_what_fits(
         assert EngineOptions(model=model)._exceeds_memory() == (ratio > 1)
 
 
-def test_a_session_on_loaded_weights_keeps_them(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+def test_a_session_on_loaded_weights_keeps_them(here: Here, model: Path) -> None:
     """Of the file that was loaded, the rest of the memory could not hold a second copy."""
-    machine = _machine(monkeypatch, 0.75, model)
+    _loaded(here, 0.75, model)
     config = EngineConfig(model=model, n_ctx=256, n_threads=1, device="none", ram="auto")
     with Session.open(config) as first, Session.open(config, model=first.model) as second:
-        assert machine.available_bytes < model.stat().st_size
+        assert not fits(model.stat().st_size)
         assert second.placement is None and second.model is first.model
 
 
-def test_a_context_without_memory_names_the_mode(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
-    _machine(monkeypatch, 0.95, model)
+def test_a_context_without_memory_names_the_mode(here: Here, model: Path) -> None:
+    _loaded(here, 0.95, model)
     plan = make_plan(model, None, modes="stock-ar,moeedge-ar", n_prompt=8, n_ctx=2**20)
     with pytest.raises(InputError, match=r"^stock-ar cannot run: .* KV cache, but .* are free") as caught:
         run(plan)
     assert caught.value.hint
 
 
-def test_targets_of_their_own_need_room(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model: Path, counting: CountingDevice
-) -> None:
+def test_targets_of_their_own_need_room(here: Here, tmp_path: Path, model: Path, counting: CountingDevice) -> None:
     """Next to a GPU: modes that need weights of their own share, or are left out, with a sentence for each."""
-    machine = _machine(monkeypatch, 0.75, model)
+    loaded = _loaded(here, 0.75, model)
     base = EngineConfig(
         model=model, n_threads=1, device=DEVICE, placement=PlacementConfig(vram_bytes=6_000_000, calibrate=False)
     )
@@ -119,7 +120,7 @@ def test_targets_of_their_own_need_room(
     plan, _ = make_bench_plan(base, "stock-ar,moeedge,stock-ncmoe", dataset, n_predict=4, repetitions=1)
     rows, recorder = run(plan)
     assert [row.mode for row in rows] == ["stock-ar", "moeedge"]
-    assert len(machine.loaded) == 1
+    assert len(loaded) == 1
     assert sum("stock-ncmoe is left out: its own weights" in note for note in recorder.notes) == 1
     assert sum("moeedge keeps no entire layers on the GPU" in note for note in recorder.notes) == 1
 

@@ -16,11 +16,9 @@ def pair(tiny: TinyFactory) -> list[str]:
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache folder of this test's own, and no settings of colours or width."""
-    folder = tmp_path / "cache"
-    monkeypatch.setenv("MOEEDGE_CACHE", str(folder))
     for name in ("NO_COLOR", "COLUMNS", "LINES"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm-256color")
-    return folder
+    return cache_folder

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,10 +71,10 @@ def _content(source: DatasetFile, record: dict[str, Any]) -> bytes:
     ("name", "source"),
     [pytest.param(name, file, id=f"{name}-{file.repo}") for name, entry in CATALOG.items() for file in entry.hub],
 )
-def test_a_hub_file_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, source: DatasetFile) -> None:
+@pytest.mark.usefixtures("cache_folder")
+def test_a_hub_file_is_read(monkeypatch: pytest.MonkeyPatch, name: str, source: DatasetFile) -> None:
     monkeypatch.delenv("MOEEDGE_DATA", raising=False)
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    monkeypatch.setenv("MOEEDGE_CACHE", str(tmp_path))
     record, asked, right = _RECORDS[name, source.repo]
     with local_hub({(f"datasets/{source.repo}", source.file): _content(source, record)}) as hub:
         hub.revision = source.revision

@@ -22,10 +22,9 @@ _MT_BENCH = json.dumps({"question_id": 7, "category": "writing", "turns": ["Firs
 
 
 @pytest.fixture(autouse=True)
-def _empty_places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def _empty_places(monkeypatch: pytest.MonkeyPatch, cache_folder: Path) -> None:
     """No data folder, an empty cache, and a hub that does not answer, on any machine."""
     monkeypatch.delenv("MOEEDGE_DATA", raising=False)
-    monkeypatch.setenv("MOEEDGE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_HUB_DISABLE_TELEMETRY", "1")
     for name in ("HF_HUB_OFFLINE", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy"):
         monkeypatch.delenv(name, raising=False)

@@ -18,7 +18,7 @@ from moeedge.engine.session import Session
 from moeedge.engine.types import MAX_N_CTX, EngineConfig
 from moeedge.errors import EngineError
 from moeedge.hardware.devices import ResolvedDevice
-from moeedge.llama import library, model_memory
+from moeedge.llama import library
 from moeedge.llama.model import Model
 from moeedge.llama.model_memory import ModelMemory
 from moeedge.native.abi import DevicePath, PrefillPath
@@ -107,16 +107,13 @@ def test_a_dense_model_is_on_the_gpu_entirely_or_as_requested(
     assert not is_draft or "experts_on_cpu" not in options
 
 
-def test_a_context_that_does_not_fit_the_gpu_keeps_experts_off_it(
-    tiny_moe: Path, asked: Asked, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A long default context does not: the tiny model's 4,096 tokens take a KV cache of three times 2**19 bytes."""
+def test_a_context_that_does_not_fit_the_gpu_keeps_experts_off_it(tiny_moe: Path, asked: Asked) -> None:
+    """Nor does the default one: the tiny model's 4,096 tokens take a KV cache of three times 2**19 bytes."""
     tight = 256 * 2**20 + tiny_moe.stat().st_size + 2**19
-    for n_ctx, default, free_bytes, fits in (
-        *((512, 0, 4 * GIB, True), (MAX_N_CTX, 0, 4 * GIB, False)),  # the latter's KV cache takes 6 GiB
-        *((0, 8192, tight, False), (0, 512, tight, True)),
+    for n_ctx, free_bytes, fits in (
+        *((512, 4 * GIB, True), (MAX_N_CTX, 4 * GIB, False)),  # the latter's KV cache takes 6 GiB
+        *((0, tight, False), (512, tight, True), (0, tight + 2**21, True)),
     ):
-        monkeypatch.setattr(model_memory, "DEFAULT_N_CTX", default or model_memory.DEFAULT_N_CTX)
         loading.load_target(config(tiny_moe, n_ctx=n_ctx), gpu_of(free_bytes, total_bytes=max(GIB, free_bytes))).close()
         assert asked[-1]["experts_on_cpu"] != fits
 
@@ -155,11 +152,6 @@ CACHE = LayerSplit(0, 48, 1900, 0.030)
 BETWEEN = LayerSplit(6, 42, 1100, 0.025)
 WHOLE = LayerSplit(14, 34, 0, 0.033)
 CHOICE = LayerChoice(device="GPU0", n_layers=48, splits=(CACHE, WHOLE, BETWEEN), free_bytes=8 * GIB, seconds=31.0)
-
-
-@pytest.fixture
-def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MOEEDGE_CACHE", str(tmp_path / "cache"))
 
 
 def test_the_fastest_is_chosen_and_compared_with_whole_layers() -> None:
@@ -207,17 +199,15 @@ def test_a_division_that_ended_a_process_is_left_out(tiny_moe: Path, monkeypatch
     assert search._measure(WHOLE) is None
     assert opened == [WHOLE] and len(said) == 1 and "There is no memory." in said[0]
     assert not is_marked(WHOLE, config, GPU), "the process lives"
-    monkeypatch.setattr(Path, "unlink", lambda *_a, **_b: None)  # as if the process ended
-    with mark(WHOLE, config, GPU):
-        pass
+    ended = [mark(split, config, GPU) for split in (WHOLE, CACHE)]  # as if the process ended within them
+    ended[0].__enter__()
     assert is_marked(WHOLE, config, GPU) and not is_marked(BETWEEN, config, GPU)
     assert search._measure(WHOLE) is None and search._measure(BETWEEN) is None
     assert opened == [WHOLE, BETWEEN] and len(said) == 3
     anew = replace(config, placement=PlacementConfig(measure_anew=True))
     assert layer_search._Search(anew, GPU, None, Run(said.append))._measure(WHOLE) is None
     assert opened == [WHOLE, BETWEEN, WHOLE]
-    with mark(CACHE, config, GPU):
-        pass
+    ended[1].__enter__()
     assert search.run() is None and len(opened) == 3
 
 

@@ -17,11 +17,10 @@ from tests.fuzz import gguf_header
 
 
 @pytest.fixture(autouse=True)
-def is_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def is_on(monkeypatch: pytest.MonkeyPatch, cache_folder: Path) -> None:
     monkeypatch.delenv("MOEEDGE_NO_PROBE")
     monkeypatch.setattr(probing, "_tried", set())
     monkeypatch.setattr(probing, "_took_s", {})
-    monkeypatch.setenv("MOEEDGE_CACHE", str(tmp_path / "cache"))
 
 
 def kept(folder: Path) -> list[Path]:

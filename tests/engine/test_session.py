@@ -99,6 +99,8 @@ def test_turns_reuse_the_kv_cache(session: Session) -> None:
     # of an edited prompt only the common beginning is kept; of the same one the last token is computed for its logits
     edited = [*PROMPT[:10], 1, 2, 3]
     assert [answered(session, edited, 1).stats.prefill_tokens for _ in range(2)] == [3, 1]
+    session.reset()
+    check(session, second, answer(session, second, 20), generation.tokens)
 
 
 @pytest.mark.parametrize("draft", ["self", "none"])

@@ -180,11 +180,8 @@ def path(tiny: TinyFactory) -> Path:
 
 
 @pytest.fixture(params=["none", "emulated:threads=1"])
-def waiting(
-    request: pytest.FixtureRequest, path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Iterator[Session]:
+def waiting(request: pytest.FixtureRequest, path: Path, cache_folder: Path) -> Iterator[Session]:
     """With all experts in RAM or in the file, or some of them on a device."""
-    monkeypatch.setenv("MOEEDGE_CACHE", str(tmp_path))
     ratio = None if request.param == "none" else 0.1
     placement = PlacementConfig(disk_bytes_per_s=DISK_BYTES_PER_S, cache_ratio=ratio, calibrate=False)
     how = {"n_ctx": 512, "n_ubatch": 512, "device": request.param, "ram": 4 << 20, "placement": placement}

@@ -104,7 +104,7 @@ def test_a_card_that_the_driver_names(add: Add, machine: Machine) -> None:
 
 def test_a_device_file_that_is_closed_to_the_user(add: Add, machine: Machine) -> None:
     add("0000:03:00.0", "0x8086", "0x56a0", "xe", node="renderD128")
-    machine.patch(gpus.os, "access", lambda path, mode: False)
+    machine.set_access(False)
     (gpu,) = present_gpus()
     assert gpu.blocked.endswith("renderD128") and "usermod" in gpu.advice and not gpu.lacks_backend
 

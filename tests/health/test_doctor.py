@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,11 +12,10 @@ from moeedge import native, paths
 from moeedge.errors import BackendError, ModelFileError
 from moeedge.health import doctor
 from moeedge.health.doctor import BY_NAME, VARIABLES, Finding, checked
-from moeedge.native import compute as kernels
 from moeedge.native.compute import Kernel
 from moeedge.scheduler.disk import quick_rate
 from tests.support.commands import reference
-from tests.support.machine import Here
+from tests.support.machine import Here, Machine
 
 ROOT = Path(__file__).parents[2]
 PLACES = ("moeedge", "tests", "models", ".ci")
@@ -102,73 +100,65 @@ def kernel(instructions: str, layout: str, speed: float, *, is_equal: bool = Tru
     return Kernel(instructions, layout, is_equal, *(speed,) * 5, 0)
 
 
-def test_kernels_with_other_bits_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "is_amx_disabled", lambda: False)
-    found = [kernel("new", "q4_0", 2.5), kernel("new", "q8_0", 3.0, is_equal=False), kernel("old", "q4_0", 1.2)]
-    monkeypatch.setattr(kernels, "kernels", lambda: found)
+def test_kernels_with_other_bits_are_not_counted(here: Here) -> None:
+    here.set_kernels(kernel("new", "q4_0", 2.5), kernel("new", "q8_0", 3.0, is_equal=False), kernel("old", "q4_0", 1.2))
     text = only(doctor.kernels()).text
     assert "(new)" in text and "1 of 1" in text and "2.5" in text and "1 not used" in text
-    monkeypatch.setattr(kernels, "kernels", lambda: [kernel("new", "q4_0", 2.5, is_equal=False)])
+    here.set_kernels(kernel("new", "q4_0", 2.5, is_equal=False))
     assert only(doctor.kernels()).status == "info"
 
 
-@pytest.fixture
-def idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "others_now", lambda: 0.0)
-    monkeypatch.setattr(doctor, "core_limit", lambda: None)
-    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
-        monkeypatch.delenv(name, raising=False)
-
-
 @pytest.mark.parametrize(("name", "value"), [("GOMP_SPINCOUNT", "infinity"), ("OMP_WAIT_POLICY", "ACTIVE")])
-def test_threads_that_keep_their_cores(idle: None, name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_that_keep_their_cores(
+    machine: Machine, name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.set_load(0.0)
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
     assert only(doctor.threads()).status == "ok"
     monkeypatch.setenv(name, value)
     assert only(doctor.threads()).status == "warning"
 
 
-def test_a_busy_machine_and_a_containers_limit(idle: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "usable_cores", lambda: 4)
-    monkeypatch.setattr(doctor, "core_limit", lambda: 1.5)
+def test_a_busy_machine_and_a_containers_limit(machine: Machine) -> None:
+    machine.set_cores(4, 4, 1.5)
+    machine.set_load(0.0)
     assert "1.5" in only(doctor.threads()).text
-    monkeypatch.setattr(doctor, "others_now", lambda: 1000.0)
+    machine.set_load(1000.0)
     assert only(doctor.threads()).status == "warning"
 
 
-def test_little_memory_and_an_old_processor(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_little_memory_and_an_old_processor(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     assert only(doctor.memory()).status == "ok"
-    here.set_memory(2**28, 2**34)
+    machine.set_memory(2**28, 2**34)
     assert only(doctor.memory()).status == "warning"
-    monkeypatch.setattr(doctor, "instruction_sets", list)
     monkeypatch.setattr(doctor.platform, "machine", lambda: "x86_64")
     assert only(doctor.processor()).status == "info"
-    monkeypatch.setattr(doctor, "instruction_sets", lambda: ["AVX2"])
+    machine.write("cpuinfo", "flags: avx2\n")
     assert only(doctor.processor()).status == "ok"
 
 
 @pytest.fixture
-def folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache_folder: Path) -> Path:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setenv("MOEEDGE_CACHE", str(tmp_path / "cache"))
-    return tmp_path
+    return tmp_path / "hub"
 
 
-def test_folders_that_may_be_written(folders: Path) -> None:
+def test_folders_that_may_be_written(hub: Path) -> None:
     models, disk = doctor.models()
     assert (models.status, models.topic, disk.topic) == ("ok", "models", "disk")
     assert disk.status in ("ok", "info")  # by the speed of this machine's disk
-    assert not (folders / "hub").exists()  # looking makes nothing
+    assert not hub.exists()  # looking makes nothing
     assert "nothing measured" in only(doctor.kept_files()).text
 
 
-def test_folders_that_may_not_be_written(folders: Path, here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
+def test_folders_that_may_not_be_written(hub: Path, here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    here.set_access(False)
     assert next(finding.status for finding in doctor.models()) == "warning"
     assert only(doctor.kept_files()).status == "warning"
     monkeypatch.setenv("MOEEDGE_CACHE", "/proc/none")
     finding = only(doctor.kept_files())
     assert finding.status == "warning" and "MOEEDGE_CACHE" in finding.hint
-    monkeypatch.setattr(os, "access", lambda path, mode: True)
+    here.set_access(True)
     here.set_disk(10**8)
     assert next(finding.status for finding in doctor.models()) == "warning"  # the disk is full
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from moeedge.errors import ModelFileError
 from moeedge.hardware.devices import Storage
-from moeedge.llama import dense_weights, library
+from moeedge.llama import library
 from moeedge.llama.context import Context
 from moeedge.llama.dense_weights import SplitWeights
 from moeedge.llama.gguf_file import GgufTensor
@@ -28,6 +28,7 @@ from moeedge.native import mapping
 from moeedge.native.abi import Phase
 from tests.conftest import TinyFactory
 from tests.support.counting import CountingDevice
+from tests.support.machine import Here
 from tests.support.split_files import split
 
 PAGE = mmap.PAGESIZE
@@ -140,10 +141,8 @@ def test_experts_are_not_read(dropped: Path, is_lazy: bool) -> None:
 
 
 @on_linux
-def test_without_memory_of_their_own_dense_weights_are_in_the_page_cache(
-    dropped: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dense_weights, "fits", lambda _n_bytes: False)
+def test_without_memory_of_their_own_dense_weights_are_in_the_page_cache(dropped: Path, here: Here) -> None:
+    here.set_memory(0)
     weights = SplitWeights.read(dropped)
     for _ in range(3):  # the kernel may drop pages that are not locked, and keep those that another core has just read
         drop_from_page_cache(dropped)
@@ -180,61 +179,46 @@ def test_split_files(dropped: Path, tmp_path: Path) -> None:
 
 @on_linux
 @pytest.mark.parametrize("n_pages", [0, 5])
-def test_a_small_limit_of_locked_memory_is_used_up(wide: Path, monkeypatch: pytest.MonkeyPatch, n_pages: int) -> None:
-    limit_locks(monkeypatch, n_pages * PAGE)
+def test_a_small_limit_of_locked_memory_is_used_up(wide: Path, here: Here, n_pages: int) -> None:
+    here.limit_locks(n_pages * PAGE)
     with Model.load(wide, storage="on demand") as model:
         assert (n_pages - 1) * PAGE < model.dense.locked_bytes <= n_pages * PAGE < model.dense.n_bytes
 
 
-def limit_locks(monkeypatch: pytest.MonkeyPatch, left_bytes: int) -> None:
-    """Lets mlock fail beyond a limit."""
-
-    def mlock(_address: int, n_bytes: int) -> int:
-        nonlocal left_bytes
-        if n_bytes > left_bytes:
-            return -1
-        left_bytes -= n_bytes
-        return 0
-
-    monkeypatch.setattr(mapping.libc(), "mlock", mlock)
-
-
 @pytest.mark.parametrize("has_room", [True, False])
-def test_a_file_that_cannot_be_read_is_named(wide: Path, monkeypatch: pytest.MonkeyPatch, has_room: bool) -> None:
-    def fail(*_arguments: object) -> bytes:
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(dense_weights, "fits", lambda _n_bytes: has_room)
-    monkeypatch.setattr(os, "pread", fail)
-    monkeypatch.setattr(os, "preadv", fail)
+def test_a_file_that_cannot_be_read_is_named(wide: Path, here: Here, has_room: bool) -> None:
+    here.set_memory(2**40 if has_room else 0)
+    here.fail_reads()
     with pytest.raises(ModelFileError, match=wide.name):
         Model.load(wide, storage="on demand")
     assert mapping.mapped(wide) == []
 
 
 @on_linux
-def test_no_thread_reads_into_memory_that_was_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_thread_reads_into_memory_that_was_freed(
+    tmp_path: Path, here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first piece cannot be read while others are under way."""
-    file = tmp_path / "file"
-    file.write_bytes(bytes(4 * PAGE))
+    file, n_bytes = tmp_path / "file", 4 * mapping.PIECE_BYTES
+    file.write_bytes(bytes(n_bytes))
     events: list[str] = []
 
-    def read(_descriptor: int, piece: mapping.Mapped) -> None:
-        if piece.offset == 0:
+    def read(_file: int, buffers: list[memoryview], offset: int) -> int:
+        if offset == 0:
             raise OSError(5, "Input/output error")
         time.sleep(0.1)
         events.append("read")
+        return len(buffers[0])
 
-    monkeypatch.setattr(mapping, "PIECE_BYTES", PAGE)
-    monkeypatch.setattr(mapping, "_read_piece", read)
+    here.read_by(read)
     monkeypatch.setattr(mapping.libc(), "munmap", lambda *_memory: events.append("freed"))
     with pytest.raises(OSError, match="Input/output"):
-        mapping.give_own_memory(file, mapping.FileVersion.of(file), [mapping.Mapped(0, 0, 4 * PAGE)])
+        mapping.give_own_memory(file, mapping.FileVersion.of(file), [mapping.Mapped(0, 0, n_bytes)])
     assert events.count("freed") == 1 and events[-1] == "freed"
 
 
 @on_linux
-def test_only_weights_in_host_memory_are_copied(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_weights_in_host_memory_are_copied(wide: Path) -> None:
     weights = SplitWeights.read(wide)
     with wide.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ):
         dense = weights.keep_dense(frozenset(), n_host_layers=1)
@@ -336,12 +320,11 @@ def test_without_layers_on_the_gpu_all_dense_weights_are_kept(counting: Counting
 @on_linux
 @pytest.mark.parametrize("experts_on_cpu", [False, True])
 def test_experts_that_go_to_the_gpu_are_read_ahead(
-    counting: CountingDevice, tiny: TinyFactory, monkeypatch: pytest.MonkeyPatch, experts_on_cpu: bool
+    counting: CountingDevice, tiny: TinyFactory, here: Here, experts_on_cpu: bool
 ) -> None:
     """Those of the last layers, and no others."""
     path = tiny("qwen3moe", layers=4, embd=256, experts=16)
-    ahead: list[tuple[int, int]] = []
-    monkeypatch.setattr(dense_weights, "_read_ahead", lambda _file, ranges: ahead.extend(ranges))
+    ahead = here.seen_reads()
     with Model.load(path, n_gpu_layers=3, experts_on_cpu=experts_on_cpu, storage="on demand") as model:
         assert model.host_expert_layers == ((0, 1, 2, 3) if experts_on_cpu else (0, 1))
     for tensor in SplitWeights.read(path).experts:

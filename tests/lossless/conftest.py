@@ -35,13 +35,6 @@ def stock(many: Path) -> Iterator[StockContext]:
         yield context
 
 
-@pytest.fixture
-def own_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """No run's kept activations warm another; returns tmp_path."""
-    monkeypatch.setenv("MOEEDGE_CACHE", str(tmp_path / "cache"))
-    return tmp_path
-
-
 @dataclass
 class Loaded:
     """One case's models, loaded once, and stock's context."""

@@ -176,10 +176,3 @@ def test_tokens_that_lose_all_their_experts(case: str, tiny: TinyFactory, tiny_d
             (frame,) = context.sensor.frames()
             assert (frame.weights[layers, : len(DRAFTED)].sum(axis=-1) == 0.0).any()
     assert np.abs(rows[0] - rows[1]).max() < 0.05 * rows[0].std()
-
-
-@pytest.mark.parametrize("ratio", [0.0, 0.5])
-def test_a_budget_of_all_experts_is_lossless(ratio: float, many: Path, tiny_draft: Path, stock: StockContext) -> None:
-    config = hybrid_config(many, tiny_draft, ratio)
-    with Session.open(replace(config, expert_budget=ExpertBudget(budget=MANY_EXPERTS))) as session:
-        assert_answers(session, stock, PROMPT, N_PREDICT)

@@ -99,23 +99,6 @@ def test_bundled_pair(gamma: int, bundled_pair: tuple[Path, Path], stock_of: Sto
             assert gamma or not verdict.ties
 
 
-def test_draft_equal_to_the_target_is_always_accepted(tiny: TinyFactory) -> None:
-    path = tiny("gpt-oss")
-    with opened(path, ("model", 4), path) as session:
-        stats = answer(session, PROMPT, 41).stats
-        assert stats.accepted == stats.drafted == 32
-        assert stats.steps == 8
-
-
-def test_prefix_reuse_keeps_the_answer(tiny_moe: Path, tiny_draft: Path, stock_of: StockOf) -> None:
-    """A second turn computes only the new tokens and gives the answer of stock for the entire prompt."""
-    with opened(tiny_moe, ("model", 4), tiny_draft) as session:
-        prompt = [*PROMPT, *answer(session, PROMPT, 20).tokens, *REPETITIVE[:7]]
-        second = answer(session, prompt, 30)
-        assert second.stats.prefill_tokens < 10
-    assert not judge(stock_of(tiny_moe), prompt, second.tokens).faults
-
-
 def test_moe_draft_has_a_sensor_of_its_own(tiny: TinyFactory, tiny_moe: Path, stock_of: StockOf) -> None:
     """Target and draft both route: phases and shapes show that neither sensor sees the other's graphs."""
     with opened(tiny_moe, ("model", 4), tiny("llama")) as session:

@@ -66,13 +66,6 @@ def test_greedy_equals_stock(ratio: float, loaded: Loaded) -> None:
         assert stats.slots_used <= stats.slots_total
 
 
-@each_case(MOE_CASES)
-def test_ngram_drafts(loaded: Loaded) -> None:
-    config = hybrid_config(loaded.path, "ngram", 0.17, gamma=4)
-    with Session.open(config, model=loaded.model) as session:
-        assert_answers(session, loaded.stock, PROMPT, N_PREDICT)
-
-
 def test_a_slow_link(many: Path, tiny_draft: Path, stock: StockContext) -> None:
     """Transfers that take as long as several blocks: most experts are wanted before they have arrived."""
     with Session.open(hybrid_config(many, tiny_draft, 0.17, device="emulated:link=5MB/s,threads=1")) as session:

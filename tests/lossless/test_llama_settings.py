@@ -258,7 +258,7 @@ def test_an_override_next_to_the_expert_cache(
 
 
 @pytest.mark.parametrize("case", ["adapter", "adapter of experts", "q8_0", "yarn"])
-@pytest.mark.usefixtures("own_cache_folder")
+@pytest.mark.usefixtures("cache_folder")
 def test_experts_that_are_loaded_from_the_file(case: str, pair: tuple[Path, Path], tmp_path: Path) -> None:
     """A model in RAM in part: experts come as they are needed, unless an adapter changes them."""
     if case in CASES:

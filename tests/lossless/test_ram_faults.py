@@ -36,7 +36,7 @@ from tests.support.split_files import split
 SLOW_BYTES_PER_S = 2e6
 N_PREDICT = 12
 _MEMORY = Path("/dev/shm")
-pytestmark = pytest.mark.usefixtures("own_cache_folder")
+pytestmark = pytest.mark.usefixtures("cache_folder")
 
 
 @pytest.fixture(scope="module")
@@ -228,24 +228,3 @@ def test_two_processes_on_one_file(path: Path) -> None:
     mapped = subprocess.run([*command, "--ram", "off"], capture_output=True, timeout=120, check=True).stdout
     both = [subprocess.Popen([*command, "--ram", "200KiB"], stdout=subprocess.PIPE) for _ in range(2)]
     assert [process.communicate(timeout=120)[0] for process in both] == [mapped, mapped]
-
-
-def test_an_overwritten_file_gives_no_wrong_logit(many: Path, expected: list[np.ndarray], tmp_path: Path) -> None:
-    """Answers are right until a changed expert would be needed; then there are none."""
-    copy = Path(shutil.copy(many, tmp_path / "model.gguf"))
-    with ram_context(copy, 0.3) as (context, cache):
-        assert_equal(decode(context), expected)
-        overwrite(copy)
-        with pytest.raises(MoeedgeError):
-            for _ in range(20):
-                assert_equal(decode(context), expected)
-        assert f"{copy} was changed" in cache.reader().error
-
-
-def test_a_file_that_is_cut_off_ends_with_an_error(many: Path, tmp_path: Path) -> None:
-    """In a process of its own, which a signal would end."""
-    copy = Path(shutil.copy(many, tmp_path / "model.gguf"))
-    code = "import sys; from tests.support.ram_driver import cut_off; cut_off(sys.argv[1])"
-    found = subprocess.run([sys.executable, "-c", code, str(copy)], capture_output=True, text=True, timeout=120)
-    assert found.returncode == 0, found.stderr
-    assert f"{copy} was changed" in found.stdout

@@ -92,9 +92,9 @@ def test_streamed_prompts_without_llama_cpps_offload(many: Path, tiny_draft: Pat
 
 
 @pytest.mark.slow
-def test_streamed_prompts_get_larger_graphs(many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("cache_folder")
+def test_streamed_prompts_get_larger_graphs(many: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if streaming were the fastest path, and faster with larger graphs."""
-    monkeypatch.setenv("MOEEDGE_CACHE", str(tmp_path))
     monkeypatch.setattr(Calibration, "prefill_path", PrefillPath.STREAM)
     monkeypatch.setattr(layer_search, "_FASTER", 0.0)
     placement = PlacementConfig(vram_bytes=many.stat().st_size // 3)
@@ -130,9 +130,8 @@ def test_the_memory_is_the_planned_one(many: Path, n_cpu_moe: int) -> None:
 
 @pytest.mark.slow
 def test_the_fastest_division_is_measured_and_kept(
-    bundled_pair: tuple[Path, Path], counting: CountingDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bundled_pair: tuple[Path, Path], counting: CountingDevice, cache_folder: Path
 ) -> None:
-    monkeypatch.setenv("MOEEDGE_CACHE", str(tmp_path))
     target, draft = bundled_pair
     placement = PlacementConfig(vram_bytes=8_000_000)
     config = EngineConfig(model=target, draft=draft, n_ctx=512, device=DEVICE, placement=placement)

@@ -98,8 +98,8 @@ def header(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_qwen3_30b_a3b(tmp_path_factory.mktemp("header") / "30b.gguf")
 
 
-def test_the_command(header: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MOEEDGE_CACHE", str(tmp_path))
+@pytest.mark.usefixtures("cache_folder")
+def test_the_command(header: Path) -> None:
     small = ("plan", "-m", header, "-dev", "none", "--ram", "10GiB", "-c", "4096")
     assumed = run_json(*small)["ram_tier"]
     first = assumed["rows"][0]
@@ -116,8 +116,8 @@ def test_the_command(header: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     refused("plan", "-m", header, "-dev", "none", "--ram", "10GiB,much")
 
 
-def test_the_command_after_earlier_runs(header: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MOEEDGE_CACHE", str(tmp_path))
+@pytest.mark.usefixtures("cache_folder")
+def test_the_command_after_earlier_runs(header: Path) -> None:
     kept = KeptActivations.open(header, 48, 128)
     counts = np.random.default_rng(0).integers(0, 50, (48, 128)).astype(np.uint32)
     kept.add(Observation(counts=counts, n_tokens=300, n_accepted=0))

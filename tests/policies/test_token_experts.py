@@ -9,11 +9,11 @@ import pytest
 from numpy.typing import NDArray
 
 from moeedge.experts import count_ids
-from moeedge.policies import token_experts
 from moeedge.policies.token_experts import HiddenStateKNN, NextBatchPredictor, TokenExpertTable
 
 N_LAYERS, N_EXPERTS, N_USED, WIDTH = 3, 16, 2, 12
 N = N_LAYERS * N_EXPERTS
+ROW_BYTES = 4 * WIDTH + 4 + 1 + N_LAYERS * N_USED  # of states, token, beginning of a batch, experts
 EVEN = np.full(N, N_USED / N_EXPERTS, dtype=np.float32)
 Floats = NDArray[np.float32]
 Ids = NDArray[np.int32]
@@ -152,11 +152,9 @@ def by_the_rule(past: list[tuple[int, Floats, Floats, Ids]], tokens: list[int], 
 
 
 @pytest.mark.parametrize(("seed", "most"), [(0, 0), (1, 0), (2, 0), (3, 0), (4, 0), (3, 7)])
-def test_neighbours_have_the_weights_of_the_rule(seed: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neighbours_have_the_weights_of_the_rule(seed: int, most: int) -> None:
     """most: rows that there is room for, where the newest replace the oldest; 0: room for all."""
-    if most:
-        monkeypatch.setattr(token_experts, "ROWS_MAX", most)
-    rng, knn = np.random.default_rng(seed), HiddenStateKNN(N_LAYERS, N_EXPERTS, 1 << 20)
+    rng, knn = np.random.default_rng(seed), HiddenStateKNN(N_LAYERS, N_EXPERTS, most * ROW_BYTES or 1 << 20)
     past: list[tuple[int, Floats, Floats, Ids]] = []
     unknown = np.zeros(WIDTH, dtype=np.float32)
     for _ in range(9 if most else 12):
@@ -234,9 +232,8 @@ def test_no_prediction_from_states_that_are_not_finite() -> None:
     assert knn.n_stored == 10  # of two batches
 
 
-def test_a_prompt_longer_than_memory_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_experts, "ROWS_MAX", 3)
-    knn = HiddenStateKNN(N_LAYERS, N_EXPERTS, 1 << 20)
+def test_a_prompt_longer_than_memory_is_cut() -> None:
+    knn = HiddenStateKNN(N_LAYERS, N_EXPERTS, 3 * ROW_BYTES)
     tokens, hidden_states, ids = batch(np.random.default_rng(0), 9)
     knn.expect(tokens.tolist(), hidden_states, np.zeros(N, dtype=np.float32))
     knn.learn(tokens, ids)

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import mmap
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +17,7 @@ from moeedge.scheduler.calibration import measurement_json, parse_measurement
 from moeedge.scheduler.disk import DiskCalibration, ReadRate
 from tests.conftest import TinyFactory
 from tests.support.commands import refused, run, run_json
+from tests.support.machine import Here
 from tests.support.progress import SeenProgress
 
 pytestmark = [
@@ -53,42 +50,24 @@ def test_rates_of_every_size_and_depth(wide: Path) -> None:
     assert (progress.tasks, progress.amounts) == ([("reading", 12)], [1] * 12)
 
 
-def test_reads_are_aligned_and_among_the_experts(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[int, int]] = []
-    preadv = os.preadv
-
-    def watch(file: int, buffers: list[bytearray], offset: int) -> int:
-        if offset > 0:  # not to find out whether the file system has direct reads
-            seen.append((offset, len(buffers[0])))
-        return preadv(file, buffers, offset)
-
-    monkeypatch.setattr(os, "preadv", watch)
+def test_reads_are_aligned_and_among_the_experts(wide: Path, here: Here) -> None:
+    seen = here.seen_reads()
     quick(wide)
     experts, _ = gguf_file.expert_tensors(wide)
     first = min(tensor.offset for tensor in experts)
     last = max(tensor.offset + tensor.stride * tensor.n_experts for tensor in experts)
-    offsets, sizes = np.array(seen).T
+    offsets, sizes = np.array([read for read in seen if read[0]]).T  # 0: to find out about direct reads
     assert (offsets % 4096 == 0).all() and (sizes % 4096 == 0).all()
     assert first <= offsets.min() and (offsets + sizes).max() <= last
     assert len(set(offsets.tolist())) > 3
 
 
-def read_without_direct(file: int, buffers: list[mmap.mmap], offset: int, read: Callable[..., int] = os.preadv) -> int:
-    """As on a file system that opens files for direct reads and has none."""
-    if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT:
-        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-    return read(file, buffers, offset)
-
-
 @pytest.mark.parametrize("is_refused", [True, False], ids=["not opened", "not read"])
 def test_the_page_cache_is_emptied_where_it_cannot_be_bypassed(
-    wide: Path, monkeypatch: pytest.MonkeyPatch, is_refused: bool
+    wide: Path, here: Here, monkeypatch: pytest.MonkeyPatch, is_refused: bool
 ) -> None:
     dropped: list[int] = []
-    if is_refused:
-        monkeypatch.setattr(os, "O_DIRECT", os.O_DIRECTORY, raising=False)  # refused for a file, as O_DIRECT may be
-    else:
-        monkeypatch.setattr(os, "preadv", read_without_direct)
+    here.refuse_direct_reads(at_open=is_refused)
     monkeypatch.setattr(os, "posix_fadvise", lambda *arguments: dropped.append(arguments[3]))
     found = quick(wide)
     assert not found.direct
@@ -127,14 +106,11 @@ def test_the_best_has_few_and_small_requests() -> None:
     assert parse_measurement(DiskCalibration, measurement_json(found)) == found
 
 
-def test_a_read_error_is_reported(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_arguments: object) -> int:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(os, "preadv", fail)
+def test_a_read_error_is_reported(wide: Path, here: Here) -> None:
+    here.fail_reads()
     with pytest.raises(ModelFileError, match="Input/output"):
         quick(wide)
-    monkeypatch.setattr(os, "preadv", lambda *_arguments: 4096)  # a file that was cut
+    here.read_by(lambda *_arguments: 4096)  # a file that was cut
     with pytest.raises(ModelFileError, match="shorter"):
         quick(wide)
 

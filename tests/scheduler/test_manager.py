@@ -349,11 +349,17 @@ def test_a_cache_that_is_off_computes_prompts_unless_llama_cpp_does(session: Ses
         assert manager.active != op_offload
 
 
-def test_the_governor_knows_of_texts_and_prompts(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_governor_knows_of_texts_and_prompts(session: Session) -> None:
     calls: list[str] = []
-    for name in ("begin_text", "begin_answer"):
-        monkeypatch.setattr(CacheGovernor, name, lambda _governor, name=name: calls.append(name))
-    session.placement.governor = CacheGovernor()
+
+    class Governor(CacheGovernor):
+        def begin_text(self) -> None:
+            calls.append("begin_text")
+
+        def begin_answer(self) -> None:
+            calls.append("begin_answer")
+
+    session.placement.governor = Governor()
     answer(session, n_predict=2)
     session.reset()
     answer(session, n_predict=2)

@@ -23,7 +23,7 @@ from moeedge.scheduler.native_io import CacheStore
 from moeedge.scheduler.slot_memory import LOST, SlotMemory, slots_of
 from tests.conftest import TinyFactory
 from tests.support.experts import model_experts
-from tests.support.machine import FreeMemory
+from tests.support.machine import FreeMemory, Here
 from tests.support.sessions import answered
 
 N_LAYERS, N_EXPERTS = 3, 16
@@ -66,12 +66,12 @@ Open = Callable[[float], Slots]
 
 
 @pytest.fixture
-def opened(tiny_moe: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
+def opened(tiny_moe: Path, here: Here) -> Iterator[Open]:
     """Opens the memory of a full cache; its thread checks it at each interval."""
     memories: list[Slots] = []
 
     def open_memory(interval_s: float) -> Slots:
-        monkeypatch.setattr(slot_memory, "_INTERVAL_S", interval_s)
+        here.set_memory_interval(interval_s)
         memories.append(Slots(tiny_moe))
         return memories[-1]
 
@@ -157,13 +157,18 @@ def test_room_for_an_allocation(memory: Slots) -> None:
     assert 0 < memory.n_slots <= N_LAYERS
 
 
-def test_empty_slots_leave_room_as_well(tiny_moe: Path) -> None:
-    """They will be filled, so memory that is free now is not free for others."""
+def test_empty_slots_leave_room_as_well(tiny_moe: Path, here: Here) -> None:
+    """They will be filled, so memory that is free now is not free for others; they give none back."""
+    here.set_memory_interval(1000)
     memory = Slots(tiny_moe, is_full=False)
     memory.free(30 + RESERVE_SLOTS)
     memory.make_room(10 * memory.slot_bytes)
-    memory.close()
     assert 18 <= memory.n_slots <= 20
+    memory.check()
+    memory.free(RESERVE_SLOTS // 2 - 1)
+    assert memory.updated(2) == [Level.WARNING]
+    assert memory.n_slots == N_LAYERS, "none holds an expert"
+    memory.close()
     memory.cache.close()
 
 
@@ -182,8 +187,8 @@ def test_trouble_is_notified_once(memory: Slots, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("closes_cache", [True, False])
-def test_the_thread_ends_with_its_memory(tiny_moe: Path, monkeypatch: pytest.MonkeyPatch, closes_cache: bool) -> None:
-    monkeypatch.setattr(slot_memory, "_INTERVAL_S", 0.005)
+def test_the_thread_ends_with_its_memory(tiny_moe: Path, here: Here, closes_cache: bool) -> None:
+    here.set_memory_interval(0.005)
     memory = Slots(tiny_moe)
     thread, cache = memory._thread, memory.cache
     assert thread.is_alive()
@@ -211,10 +216,10 @@ def test_a_forked_process_does_not_wait_for_the_thread(memory: Slots) -> None:
 
 
 @pytest.mark.usefixtures("cache_folder")
-def test_slots_go_between_answers(tiny: TinyFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slots_go_between_answers(tiny: TinyFactory, here: Here) -> None:
     """A chat waits for a message: a thread gives memory back, and the next answer says so."""
     path = tiny("qwen3moe", experts=64)
-    monkeypatch.setattr(slot_memory, "_INTERVAL_S", 0.02)
+    here.set_memory_interval(0.02)
     config = EngineConfig(model=path, n_ctx=512, n_threads=1, gamma=0, device="none", ram=64 << 20)
     said: list[Notification] = []
     with Session.open(config, run=Run(said.append)) as session:
@@ -237,9 +242,9 @@ def test_slots_go_between_answers(tiny: TinyFactory, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.usefixtures("cache_folder")
-def test_slots_go_within_a_prompt_and_come_back(tiny: TinyFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slots_go_within_a_prompt_and_come_back(tiny: TinyFactory, here: Here) -> None:
     path = tiny("qwen3moe", layers=4, embd=256, experts=64, expert_ff=256)
-    monkeypatch.setattr(slot_memory, "_INTERVAL_S", 0.005)
+    here.set_memory_interval(0.005)
     placement = PlacementConfig(disk_bytes_per_s=60e6)
     config = EngineConfig(model=path, n_ctx=512, n_threads=1, gamma=0, device="none", ram=64 << 20, placement=placement)
     said: list[Notification] = []

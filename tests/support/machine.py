@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import resource
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from moeedge import native
 from moeedge.hardware import gpus, host, nvidia
 from moeedge.hardware.devices import ResolvedDevice, VramReading
+from moeedge.native import compute, mapping
+from moeedge.scheduler import slot_memory
 from moeedge.scheduler.slot_memory import MemoryWatch
+
+if TYPE_CHECKING:
+    from moeedge.llama.model import Model
 
 MIB, GIB = 2**20, 2**30
 CPU = native.Device("CPU", "CPU", "a processor", 8, 8, "CPU")
@@ -56,18 +64,130 @@ class Here:
         usage = shutil.disk_usage(self.root)._replace(free=free_bytes)
         self.patch(shutil, "disk_usage", lambda _path: usage)
 
+    def fill_disk(self, number: int) -> None:
+        """What was written does not reach the disk; number: of the error, as of a quota."""
+
+        def fsync(_file: int) -> None:
+            raise OSError(number, os.strerror(number))
+
+        self.patch(os, "fsync", fsync)
+
     def offer(self, *devices: native.Device, cards: tuple[str, ...] = ()) -> None:
         """llama.cpp lists these devices, and NVIDIA's driver these cards; Linux lists none."""
         self.patch(gpus, "ROOT", self.root)
         self.patch(native, "devices", lambda: list(devices))
         self.patch(nvidia, "cards", lambda: cards)
 
+    def set_memory_of_models(self, free_bytes: int) -> list[Model]:
+        """So much is free above the reserve until models are loaded, which are returned; mapped pages are free."""
+        from moeedge.llama.model import Model  # which loads llama.cpp, too early for tests/conftest.py
+
+        reserve_bytes, load, loaded = host.default_reserve(0), Model.load, list[Model]()
+
+        def remember(path: Path, **options: Any) -> Model:
+            model = load(path, **options)
+            if not model.header_only:
+                loaded.append(model)
+            return model
+
+        def memory() -> SimpleNamespace:
+            taken = sum(model.info.size_bytes for model in loaded if model.handle and model.storage == "loaded")
+            return SimpleNamespace(
+                available=max(0, free_bytes + reserve_bytes - taken), total=free_bytes + reserve_bytes
+            )
+
+        self.patch(Model, "load", remember)
+        self.patch("psutil.virtual_memory", memory)
+        return loaded
+
+    def set_memory_interval(self, seconds: float) -> None:
+        """A thread looks at the free memory so often."""
+        self.patch(slot_memory, "_INTERVAL_S", seconds)
+
+    def limit_locks(self, left_bytes: int) -> None:
+        """So much memory may be locked."""
+
+        def mlock(_address: int, n_bytes: int) -> int:
+            nonlocal left_bytes
+            if n_bytes > left_bytes:
+                return -1
+            left_bytes -= n_bytes
+            return 0
+
+        self.patch(mapping.libc(), "mlock", mlock)
+
+    def read_by(self, preadv: Callable[[int, list[Any], int], int]) -> None:
+        """Files are read by this function, in place of the system's preadv."""
+
+        def pread(file: int, n_bytes: int, offset: int) -> bytes:
+            content = bytearray(n_bytes)
+            return bytes(content[: preadv(file, [content], offset)])
+
+        self.patch(os, "preadv", preadv)
+        self.patch(os, "pread", pread)
+
+    def fail_reads(self) -> None:
+        """Every read fails, as on a damaged disk."""
+
+        def fail(*_arguments: object) -> int:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        self.read_by(fail)
+
+    def refuse_direct_reads(self, *, at_open: bool) -> None:
+        """The file system opens no file for reads past the page cache, or opens it and has none."""
+        preadv = os.preadv
+
+        def read(file: int, buffers: list[Any], offset: int) -> int:
+            if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT:
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            return preadv(file, buffers, offset)
+
+        if at_open:
+            self.patch(os, "O_DIRECT", os.O_DIRECTORY, raising=False)  # which is refused for a file
+        else:
+            self.read_by(read)
+
+    def seen_reads(self) -> list[tuple[int, int]]:
+        """Offset and bytes of all reads from here on."""
+        seen, preadv = list[tuple[int, int]](), os.preadv
+
+        def read(file: int, buffers: list[Any], offset: int) -> int:
+            seen.append((offset, sum(map(len, buffers))))
+            return preadv(file, buffers, offset)
+
+        self.read_by(read)
+        return seen
+
+    def set_access(self, is_allowed: bool) -> None:
+        """Whether this user may use any file or folder."""
+        self.patch(os, "access", lambda _path, _mode: is_allowed)
+
     def set_cores(self, logical: int, physical: int, limit: float | None = None) -> None:
         """The processor has so many cores, of which a container may use `limit`."""
         self.patch(os, "cpu_count", lambda: logical)
-        self.patch(host, "usable_cores", lambda: logical)
-        self.patch("psutil.cpu_count", lambda logical: physical)
-        self.patch(host, "core_limit", lambda: limit)
+        self.patch(os, "sched_getaffinity", lambda _process: range(logical))
+        self.patch("psutil.cpu_count", lambda **what: physical if what else logical)
+        self.patch(host, "_GROUPS", self.root)
+        self.patch(host, "_MEMBERSHIP", self.write("membership", "0::/\n"))
+        self.write("cpu.max", f"{'max' if limit is None else round(limit * 100_000)} 100000\n")
+
+    def set_kernels(self, *kernels: compute.Kernel) -> None:
+        """Of ours these run on the processor, and AMX works."""
+        self.patch(compute, "kernels", lambda: list(kernels))
+        self.patch(compute, "is_amx_disabled", lambda: False)
+
+    def set_clock(self, clock: Callable[[], float]) -> None:
+        """What is timed takes as long as this clock says."""
+        self.patch(time, "perf_counter", clock)
+
+    def set_load(self, others: float) -> None:
+        """Other programs use so many processors."""
+
+        def times() -> SimpleNamespace:
+            return SimpleNamespace(_asdict=lambda: {"user": time.process_time() + others * time.perf_counter()})
+
+        self.patch("psutil.cpu_times", times)
 
     def write(self, name: str, text: str) -> Path:
         """Writes a file and its folders."""

@@ -5,7 +5,6 @@ MOEEDGE_LIBRARY=libmoeedge.so LD_PRELOAD=libtsan.so python -m tests.support.ram_
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from moeedge.errors import MoeedgeError
 from moeedge.llama.context import Context
 from moeedge.llama.model import Model
 from moeedge.native.abi import Phase, PrefillPath, ReadFault
@@ -58,18 +56,6 @@ def decode(context: Context) -> list[np.ndarray]:
     """Logits of all batches, from an empty KV cache."""
     context.clear()
     return [context.decode(batch, phase=Phase.AUTO, logits="all").copy() for batch in BATCHES]
-
-
-def cut_off(path: str) -> None:
-    """Prints what went wrong with the file once it is cut off in place after the model was loaded."""
-    with ram_context(Path(path), 0.3) as (context, cache):
-        decode(context)
-        os.truncate(path, 4096)
-        try:
-            for _ in range(20):
-                decode(context)
-        except MoeedgeError:
-            print(cache.reader().error)
 
 
 def next_to_a_device(path: Path) -> None:

@@ -104,11 +104,9 @@ def test_batches_are_timed_where_steps_of_answers_are(
     assert all(n_reused == 1 for _, _, n_reused in together[WARM_UPS::every])
 
 
-def test_verifications_take_as_long_as_they_are_timed(
-    bundled_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_verifications_take_as_long_as_they_are_timed(bundled_pair: tuple[Path, Path], here: Here) -> None:
     """Nine tokens on the bundled pair; by the thread's own time, which other programs do not lengthen."""
-    monkeypatch.setattr(time, "perf_counter", time.thread_time)
+    here.set_clock(time.thread_time)
     prompts = load_dataset("toy").prompts[:4]
     config = replace(config_of(*bundled_pair), placement=PlacementConfig(cache_ratio=0.0), gamma=8)
     plan = FitPlan(tokens=(1, 2, 3, 4, 5, 9), batch_sizes=(1,), n_used=(8,), repetitions=3)

@@ -165,13 +165,8 @@ def test_interrupted_write(signum: int, code: int, tiny_moe: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_and_a_quota_leave_no_file(
-    number: int, tiny_moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(_file: int) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(os, "fsync", full)
+def test_a_full_disk_and_a_quota_leave_no_file(number: int, tiny_moe: Path, tmp_path: Path, here: Here) -> None:
+    here.fill_disk(number)
     result = widen(tmp_path / "wide.gguf", "-m", tiny_moe, "--embd", 128)
     assert result.exit_code == 1 and os.strerror(number).lower() in " ".join(result.stderr.split())
     assert "Free some space" in result.stderr
