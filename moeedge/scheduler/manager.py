@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from moeedge.errors import BackendError
 from moeedge.experts import Residency
 from moeedge.llama.context import Context
-from moeedge.native import ActivationCapture, Block
+from moeedge.native import Block
 from moeedge.native.abi import Phase
 from moeedge.native.sensor import Counts
 from moeedge.policies.base import Observation
@@ -27,7 +27,7 @@ from moeedge.scheduler.calibration import Calibration
 from moeedge.scheduler.config import ExecutionConfig, PlacementConfig
 from moeedge.scheduler.native_io import RoutingReader, cache_shape
 from moeedge.scheduler.on_demand import OnDemandLoader, predicted_uploads
-from moeedge.scheduler.prediction import DraftPrefetch, DraftRouterPredictor, NextGatePredictor
+from moeedge.scheduler.prediction import DraftPrefetch, PolicyInputs
 from moeedge.scheduler.ram_tier import EarlierRuns
 from moeedge.scheduler.stats import PlacementStats, StepRecord
 from moeedge.scheduler.tiers import MakePolicy, Tier
@@ -101,22 +101,10 @@ class PlacementManager:
     A step of speculative.py calls before_verification and after_verification. The first tier's policy and its plans run
     in a thread of their own, unless the decoding thread asks the policy in between, before each layer or after each
     draft token. What another tier holds changes with what the first one lacks.
-
-    What the first tier's policy reads beside activations: gate_predictor, if it plans within a verification;
-    draft_predictor, if it plans while the draft model works; router_scores, captured; the draft's hidden states.
+    inputs: of the first tier's policy.
     """
 
-    def __init__(
-        self,
-        tiers: Sequence[Tier],
-        config: PlacementConfig,
-        target: Context,
-        *,
-        gate_predictor: NextGatePredictor | None,
-        draft_predictor: DraftRouterPredictor | None,
-        router_scores: ActivationCapture | None,
-        keeps_hidden_states: bool,
-    ) -> None:
+    def __init__(self, tiers: Sequence[Tier], config: PlacementConfig, target: Context, inputs: PolicyInputs) -> None:
         assert target.sensor is not None  # opening.py checks it
         execution, first = config.execution, tiers[0]
         self.tiers, self.first, self._others = tiers, first, tiers[1:]
@@ -126,21 +114,20 @@ class PlacementManager:
         self.postponed: Callable[[Run], tuple[Calibration, bool]] | None = None
         self._sensor, self._op_offload = target.sensor, target.op_offload
         self._cached_layers = list(target.model.host_expert_layers)
-        self._keeps_hidden_states = keeps_hidden_states
+        self._inputs = inputs
         # the CPU can compute all experts as well, and no other system is imitated
         governed = config.governed and not tiers[-1].loads_misses and execution == ExecutionConfig()
         self.governor = CacheGovernor() if governed else None  # decides whether steps are computed with the cache
-        self._reader = RoutingReader(target.sensor, router_scores)
+        self._reader = RoutingReader(target.sensor, inputs.router_scores)
         self.on_demand = OnDemandLoader(first.cache) if execution.misses == "load" else None
         vanilla = execution.drafting == "vanilla"
         if self.on_demand is not None or vanilla:
             self.driver.filter_plan = partial(predicted_uploads, cache_shape(first.cache), self.on_demand)
-        self._gate_predictor = gate_predictor
         self.layer_hook = self._before_layer if self.on_demand is not None or self.driver.plans_layers else None
-        self._predictors = [each for each in (draft_predictor, gate_predictor) if each is not None]
+        self._predictors = [each for each in (inputs.draft_predictor, inputs.gate_predictor) if each is not None]
         self.draft_prefetch: DraftPrefetch | None = None
-        if draft_predictor is not None:
-            self.draft_prefetch = DraftPrefetch(draft_predictor, self.driver, self.cache, self._prefetching, vanilla)
+        if (predictor := inputs.draft_predictor) is not None:
+            self.draft_prefetch = DraftPrefetch(predictor, self.driver, self.cache, self._prefetching, vanilla)
         self._planning = PlanningThread(overlaps=self.layer_hook is None and self.draft_prefetch is None)
         self.n_texts = 1  # that the next steps verify
         self._in_step = False  # or at a prompt
@@ -165,7 +152,7 @@ class PlacementManager:
     @property
     def wants_hidden_states(self) -> bool:
         """Whether the draft is to keep its hidden states for the next plan; a change of mind may take one more step."""
-        return self._keeps_hidden_states and self.n_texts == 1 and self.active and self.driver.reads_drafts
+        return self._inputs.hidden_states and self.n_texts == 1 and self.active and self.driver.reads_drafts
 
     def _prefetching(self) -> DraftPrefetch | None:
         """The prefetch of experts while a draft is made; for several texts the draft predicts none."""
@@ -306,7 +293,7 @@ class PlacementManager:
         if self.on_demand is not None and block.ids is not None:
             self.on_demand.load(block.layer, np.unique(block.ids[block.ids >= 0]))
         if self.driver.plans_layers:
-            predictor = self._gate_predictor
+            predictor = self._inputs.gate_predictor
             self.driver.push_layer(block.layer, None if predictor is None else predictor.predict(block))
 
     def after_verification(

@@ -26,7 +26,7 @@ from moeedge.scheduler.calibration import Calibration
 from moeedge.scheduler.config import PlacementConfig
 from moeedge.scheduler.manager import PlacementManager
 from moeedge.scheduler.microbench import CONTEXT_MIN, calibrate
-from moeedge.scheduler.prediction import DraftRouterPredictor, NextGatePredictor, open_draft_predictor
+from moeedge.scheduler.prediction import DraftRouterPredictor, NextGatePredictor, PolicyInputs, open_draft_predictor
 from moeedge.scheduler.sizing import CacheBudget, cache_budget, emulated_threads, in_host_memory, n_staging_slots
 from moeedge.scheduler.slot_memory import MemoryWatch, SlotMemory
 from moeedge.scheduler.tiers import MakePolicy, Tier
@@ -283,15 +283,14 @@ class Opening:
             draft_predictor = self._predictor(policy, partial(open_draft_predictor, target, draft, n_layers), predicted)
         usual = _TRANSFER_EXPERTS if policy.execution_model.batched_io else 0
         tiers[0].cache.set_batch(usual if execution.batch is None else execution.batch)
-        keeps_states = self._keeps_hidden_states(policy)
-        manager = PlacementManager(
-            *(tiers, self.config, target),
+        inputs = PolicyInputs(
             gate_predictor=gate_predictor,
             draft_predictor=draft_predictor,
             router_scores=router_scores,
-            keeps_hidden_states=keeps_states,
+            hidden_states=self._keeps_hidden_states(policy),
         )
-        if target.n_parallel > 1 and (keeps_states or draft_predictor is not None):
+        manager = PlacementManager(tiers, self.config, target, inputs)
+        if target.n_parallel > 1 and (inputs.hidden_states or draft_predictor is not None):
             text = f"For several texts in a batch the policy {policy.name} plans"
             self.run.warn(f"{text} without what the draft computes.")
         if manager.layer_hook is not None:
