@@ -116,7 +116,7 @@ class PlacementManager:
         self._cached_layers = list(target.model.host_expert_layers)
         self._inputs = inputs
         # the CPU can compute all experts as well, and no other system is imitated
-        governed = config.governed and not tiers[-1].loads_misses and execution == ExecutionConfig()
+        governed = config.governed and tiers[-1].is_device and execution == ExecutionConfig()
         self.governor = CacheGovernor() if governed else None  # decides whether steps are computed with the cache
         self._reader = RoutingReader(target.sensor, inputs.router_scores)
         self.on_demand = OnDemandLoader(first.cache) if execution.misses == "load" else None
@@ -142,12 +142,12 @@ class PlacementManager:
     @property
     def loads_on_demand(self) -> bool:
         """Whether absent experts are loaded from the file into RAM, so that none is computed from the mapped file."""
-        return self.tiers[-1].loads_misses and self.tiers[-1].active
+        return not self.tiers[-1].is_device and self.tiers[-1].active
 
     @property
     def loading_wait_s(self) -> float:
         """How long computations have waited for experts from the file so far; 0.0 with experts on a device."""
-        return self.cache.waited_s() if self.first.loads_misses and self.first.attached else 0.0
+        return self.cache.waited_s() if self.first.attached and not self.first.is_device else 0.0
 
     @property
     def wants_hidden_states(self) -> bool:
@@ -198,12 +198,11 @@ class PlacementManager:
 
     def detach(self) -> None:
         """Lets the target compute as without them; the experts on the device stay there."""
-        if self.first.attached:
-            try:
-                self.wait()
-            finally:
-                for tier in self.tiers:
-                    tier.detach()
+        try:
+            self.wait()
+        finally:
+            for tier in self.tiers:
+                tier.detach()
 
     def fall_back(self, *, context_usable: bool) -> None:
         """Ends placement because a GPU failed, whose context the tiers leave if `context_usable`; figures remain."""
@@ -211,7 +210,6 @@ class PlacementManager:
             tier.fall_back()
         if context_usable:
             self.detach()
-        self.first.attached = False
 
     def make_room(self, n_bytes: int) -> None:
         """Gives slots in RAM back, so that so much memory can be allocated."""
@@ -374,7 +372,7 @@ class PlacementManager:
         """Notifies of slots in RAM that a thread has given back since the last call; also in the middle of a decode."""
         for tier in self.tiers:
             if tier.slots is not None:
-                self._report(tier.slots.check())
+                self._report(tier.check())
 
     def _give_back(self) -> None:
         """Gives slots of the first tier back where its memory runs short."""
