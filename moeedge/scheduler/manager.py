@@ -107,7 +107,7 @@ class PlacementManager:
     def __init__(self, tiers: Sequence[Tier], config: PlacementConfig, target: Context, inputs: PolicyInputs) -> None:
         assert target.sensor is not None  # opening.py checks it
         execution, first = config.execution, tiers[0]
-        self.tiers, self.first, self._others = tiers, first, tiers[1:]
+        self.tiers, self.first = tiers, first
         self.cache, self.driver = first.cache, first.driver
         self.run = Run()  # reports warnings, e.g. of a lost device; may be replaced
         # a measurement that waits for the end of an answer: returns its result, and whether the cache stays
@@ -192,7 +192,7 @@ class PlacementManager:
         if not self.first.attached:
             for tier in self.tiers:
                 tier.attach(self._sensor)
-            for tier in self._others:
+            for tier in self.tiers[1:]:
                 self.cache.read_from(tier.cache)
             self._reader.skip()
 
@@ -315,7 +315,7 @@ class PlacementManager:
                 tier.add_step(record)
         self.report_trouble()
         self._give_back()
-        if self.active or self._others:
+        if any(tier.active for tier in self.tiers):
             tokens = record.tokens[-1:]
             if not self._in_step:
                 observations = self._reader.prefill(counts, batch)
@@ -336,20 +336,19 @@ class PlacementManager:
         self._planning.submit(partial(self.first.time_plan, call) if self._in_step else call)
 
     def _observe_and_plan(self, observations: Sequence[Observation], tokens: Sequence[int]) -> None:
-        for tier in self._others:
-            held_above = self.cache.copy_residency() == Residency.RESIDENT if self.active else None
-            tier.observe(observations, tokens, held_above)
-            tier.driver.push()
-        if not self.active and self._others:
-            return
-        self.first.observe(observations, tokens)
+        held_above = None
+        if self.active and len(self.tiers) > 1:
+            held_above = self.cache.copy_residency() == Residency.RESIDENT
+        for tier in reversed(self.tiers):  # what is loaded on demand first
+            if tier.active:
+                tier.observe(observations, tokens, held_above)
+                tier.driver.push()
         for observation in observations:
             if not observation.prefill and observation.ids is not None:
                 for predictor in self._predictors:
                     predictor.compare(observation.ids)
         if self.draft_prefetch is not None:
             self.draft_prefetch.begin_batch()
-        self.driver.push()
 
     def _plan_draft(self, tokens: Sequence[int], hidden_states: NDArray[np.float32] | None) -> None:
         self.driver.plan_draft(tokens, hidden_states=hidden_states)
@@ -377,7 +376,7 @@ class PlacementManager:
     def _give_back(self) -> None:
         """Gives slots of the first tier back where its memory runs short."""
         self.wait()
-        notifications = self.first.give_back(streams_prompts=not self._op_offload and not self._others)
+        notifications = self.first.give_back(streams_prompts=not self._op_offload and len(self.tiers) == 1)
         if notifications and self.on_demand is not None:
             self.on_demand.resize()
         self._report(notifications)
@@ -394,16 +393,16 @@ class PlacementManager:
     def drain_transfers(self, timeout_s: float) -> None:
         """Waits for what was planned, for at most `timeout_s`, and drops the rest: no transfer runs afterwards."""
         self.wait()
-        for tier in self.tiers if self.active else self._others:
+        for tier in [tier for tier in self.tiers if tier.usable]:
             with suppress(BackendError):  # a lost device moves nothing
                 tier.store.drain(timeout_s, _IN_FLIGHT_TIMEOUT_S)
 
     def stats(self) -> PlacementStats:
         self.wait()
-        pushed, others = self.driver.pushed, [tier.stats() for tier in self._others]
+        pushed = self.driver.pushed
         return self.first.stats(
             tau=() if pushed is None else tuple(pushed.tau[self._cached_layers].tolist()),
-            ram=others[0] if others else None,
+            ram=next((tier.stats() for tier in self.tiers[1:]), None),
             choice=None if self.governor is None else self.governor.choice,
         )
 
