@@ -55,6 +55,7 @@ class Setup(BudgetFacts, Provenance):
     auto_gamma: bool = figure("Whether each step drafted as many as paid (--draft-max auto)", default=False)
     draft_p_min: float = figure("Probability below which a draft model's drafts end (--draft-p-min); 0: none", most=1)
     device: str = figure('The device that holds experts; "none" without')
+    is_device: bool = True  # False: RAM
     policy: str = figure('Policy of the expert cache; "none" without')
     cache_ratio: float | None = figure("Share of all experts that have a slot", most=1)
     lookahead_used: bool | None = figure("Whether the policy predicts experts from the draft", default=None)

@@ -70,7 +70,7 @@ def record(texts: TextOptions, config: EngineConfig, choice: LayerChoice) -> Pro
         print_header(err, session.info, toy=paths.is_bundled(config.model), warnings=layer_notes(config))
         if unseen := unseen_layers(session):
             say(err, unseen, style="yellow")
-        if figures.is_ram(session.info.device):
+        if not session.info.is_device:
             say(err, f"Earlier runs: {figures.earlier_runs(session.info)}")
         with Interrupt(armed=True) as interrupt, count_bar(err, "profiling", "prompts", len(prompts)) as bar:
             try:
@@ -80,7 +80,7 @@ def record(texts: TextOptions, config: EngineConfig, choice: LayerChoice) -> Pro
                 if interrupt.exit_code:  # stopped before there was anything to report
                     raise typer.Exit(interrupt.exit_code) from None
                 raise
-        if figures.is_ram(session.info.device) and (stats := session.placement_stats()) is not None:
+        if (stats := session.placement_stats()) is not None and not stats.is_device:
             show_figures(err, figures.cache_rows(stats))
     if recording.skipped:
         say(err, f"Longer than the context, left out: {', '.join(recording.skipped)}.", style="yellow")

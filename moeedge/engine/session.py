@@ -48,7 +48,6 @@ from moeedge.scheduler.governor import GAMMA_MAX, DraftGovernor
 from moeedge.scheduler.manager import PlacementManager
 from moeedge.scheduler.opening import Opening, check_policy
 from moeedge.scheduler.stats import PlacementStats, StepRecord
-from moeedge.scheduler.tiers import TierState
 
 # a prompt must leave room for an answer; llama.cpp's programs ask for the same
 RESERVED_TOKENS = 4
@@ -264,7 +263,7 @@ class Session(Closing):
         self._loop = SpeculativeLoop(
             self.target,
             # a GPU failed: placement has only its figures and slots in RAM left
-            placement=None if placement is None or placement.first.state is TierState.FALLEN_BACK else placement,
+            placement=None if placement is None or placement.first.state == "fallen back" else placement,
             observe=self._call_observers,
             run=run or Run(),
             recover=self._recover,
@@ -357,8 +356,7 @@ class Session(Closing):
         cache that no option named does not pay.
         """
         placement = self.placement
-        is_over = placement is None or placement.first.state in (TierState.LOST, TierState.FALLEN_BACK)
-        if placement is None or is_over or placement.postponed is None:
+        if placement is None or not placement.first.usable or placement.postponed is None:
             return
         run = Run(self.run.show, cancelled=run.cancelled)
         try:
@@ -477,5 +475,6 @@ def _cache_fields(placement: PlacementManager | None) -> dict[str, Any]:
     memory = tier.memory()
     return {
         **{"device": tier.label, "policy": placement.driver.policy.name, "cache_ratio": tier.cache_ratio},
+        **{"is_device": tier.is_device, "place": tier.place},
         **{"cache_slots": info.n_slots, "pool_bytes": info.pool_bytes, "vram_bytes": memory and memory[0]},
     }

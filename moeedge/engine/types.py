@@ -311,6 +311,8 @@ class EngineInfo:
         "Memory in use on the entire device after loading, as its driver says; null: unknown", "bytes", default=None
     )
     expert_budget: ExpertBudget | None = None  # None: the model's own answers, or a model without experts
+    is_device: bool = True  # False: the slots are in RAM alone
+    place: str = ""  # of the slots, as "on CUDA0" or "in RAM"
     earlier_runs: EarlierRuns | None = None  # experts in RAM: what these have left for a warm start
     auto_gamma: bool = figure("Whether each step's draft length follows what steps cost", default=False)
     settings: ContextSettings = field(default_factory=ContextSettings)  # of the target's context

@@ -44,6 +44,11 @@ class ResolvedDevice:
     notes: list[str] = field(default_factory=list)  # sentences for the user
 
     @property
+    def place(self) -> str:
+        """Where experts on it are, in words."""
+        return "on the emulated GPU" if self.kind == "emulated" else f"on {self.label.partition(' (')[0]}"
+
+    @property
     def loads_misses(self) -> bool:
         """Whether experts that are not on the device are loaded from the file into RAM as needed."""
         return self.storage == "on demand"

@@ -49,6 +49,7 @@ class ExpertTensor:
         return self.name.split(".", 2)[2]
 
 
+IN_RAM = "ram"  # the "device" of a cache in RAM
 MAX_BLOCKS = 4096  # block records that the native ring holds (expert-cache.h)
 
 
@@ -56,7 +57,7 @@ MAX_BLOCKS = 4096  # block records that the native ring holds (expert-cache.h)
 class CacheConfig:
     """struct moeedge_cache_config: device, experts and size of a cache."""
 
-    device: str = c_field(c_char_p)  # ggml's name of it, "emulated" or "ram"
+    device: str = c_field(c_char_p)  # ggml's name of it, "emulated" or IN_RAM
     files: Sequence[Path] = c_field(c_void_p)  # all parts of the model
     tensors: Sequence[ExpertTensor] = c_field(c_void_p)
     n_layers: int = c_field(c_int32)
@@ -163,7 +164,7 @@ class ExpertCache(Closing):
         raw = c_struct(CacheConfig, n_files=c_int32, n_tensors=c_int32)(n_files=len(files), n_tensors=len(tensors))
         addresses: Any = ctypes.addressof(files), ctypes.addressof(tensors)
         fill(raw, replace(config, files=addresses[0], tensors=addresses[1]))
-        self._cache = _check(self._library.moeedge_cache_create(ctypes.byref(raw)), in_ram=config.device == "ram")
+        self._cache = _check(self._library.moeedge_cache_create(ctypes.byref(raw)))
         # the mover must end before the interpreter does
         self._finalizer = weakref.finalize(self, self._library.moeedge_cache_destroy, self._cache)
         self._last_block = 0
@@ -353,8 +354,8 @@ def _victims(victims: Ints, utility: Floats) -> tuple[Ints, Floats]:
     return victims, utility
 
 
-def _check(status: int, *, in_ram: bool = False) -> int:
-    """The status if it is not negative, else raises its error; in_ram: of a cache in RAM."""
+def _check(status: int) -> int:
+    """The status if it is not negative, else raises its error."""
     if status >= 0:
         return status
     message = load().moeedge_last_error().decode(errors="replace")  # cut off where it is long
@@ -363,5 +364,5 @@ def _check(status: int, *, in_ram: bool = False) -> int:
     if status == Status.FILE_ERROR:
         raise ModelFileError(message)
     if status == Status.OUT_OF_MEMORY:
-        raise EngineError(message, f"Ask for less with {'--ram' if in_ram else '--vram'} or --cache-ratio.")
+        raise EngineError(message, "Ask for less with --vram, --ram or --cache-ratio.")
     raise BackendError(message)

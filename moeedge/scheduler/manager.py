@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from moeedge.errors import BackendError
 from moeedge.experts import Residency
 from moeedge.llama.context import Context
-from moeedge.native import ActivationCapture, Block
+from moeedge.native import Block
 from moeedge.native.abi import Phase
 from moeedge.native.sensor import Counts
 from moeedge.policies.base import Observation
@@ -27,7 +27,7 @@ from moeedge.scheduler.calibration import Calibration
 from moeedge.scheduler.config import ExecutionConfig, PlacementConfig
 from moeedge.scheduler.native_io import RoutingReader, cache_shape
 from moeedge.scheduler.on_demand import OnDemandLoader, predicted_uploads
-from moeedge.scheduler.prediction import DraftPrefetch, DraftRouterPredictor, NextGatePredictor
+from moeedge.scheduler.prediction import DraftPrefetch, PolicyInputs
 from moeedge.scheduler.ram_tier import EarlierRuns
 from moeedge.scheduler.stats import PlacementStats, StepRecord
 from moeedge.scheduler.tiers import MakePolicy, Tier
@@ -101,47 +101,34 @@ class PlacementManager:
     A step of speculative.py calls before_verification and after_verification. The first tier's policy and its plans run
     in a thread of their own, unless the decoding thread asks the policy in between, before each layer or after each
     draft token. What another tier holds changes with what the first one lacks.
-
-    What the first tier's policy reads beside activations: gate_predictor, if it plans within a verification;
-    draft_predictor, if it plans while the draft model works; router_scores, captured; the draft's hidden states.
+    inputs: of the first tier's policy.
     """
 
-    def __init__(
-        self,
-        tiers: Sequence[Tier],
-        config: PlacementConfig,
-        target: Context,
-        *,
-        gate_predictor: NextGatePredictor | None,
-        draft_predictor: DraftRouterPredictor | None,
-        router_scores: ActivationCapture | None,
-        keeps_hidden_states: bool,
-    ) -> None:
+    def __init__(self, tiers: Sequence[Tier], config: PlacementConfig, target: Context, inputs: PolicyInputs) -> None:
         assert target.sensor is not None  # opening.py checks it
         execution, first = config.execution, tiers[0]
-        self.tiers, self.first, self._others = tiers, first, tiers[1:]
+        self.tiers, self.first = tiers, first
         self.cache, self.driver = first.cache, first.driver
         self.run = Run()  # reports warnings, e.g. of a lost device; may be replaced
         # a measurement that waits for the end of an answer: returns its result, and whether the cache stays
         self.postponed: Callable[[Run], tuple[Calibration, bool]] | None = None
         self._sensor, self._op_offload = target.sensor, target.op_offload
         self._cached_layers = list(target.model.host_expert_layers)
-        self._keeps_hidden_states = keeps_hidden_states
+        self._inputs = inputs
         # the CPU can compute all experts as well, and no other system is imitated
-        governed = config.governed and not tiers[-1].loads_misses and execution == ExecutionConfig()
+        governed = config.governed and tiers[-1].is_device and execution == ExecutionConfig()
         # decides whether steps are computed with the cache
         self.governor = CacheGovernor(target.n_parallel) if governed else None
-        self._reader = RoutingReader(target.sensor, router_scores)
+        self._reader = RoutingReader(target.sensor, inputs.router_scores)
         self.on_demand = OnDemandLoader(first.cache) if execution.misses == "load" else None
         vanilla = execution.drafting == "vanilla"
         if self.on_demand is not None or vanilla:
             self.driver.filter_plan = partial(predicted_uploads, cache_shape(first.cache), self.on_demand)
-        self._gate_predictor = gate_predictor
         self.layer_hook = self._before_layer if self.on_demand is not None or self.driver.plans_layers else None
-        self._predictors = [each for each in (draft_predictor, gate_predictor) if each is not None]
+        self._predictors = [each for each in (inputs.draft_predictor, inputs.gate_predictor) if each is not None]
         self.draft_prefetch: DraftPrefetch | None = None
-        if draft_predictor is not None:
-            self.draft_prefetch = DraftPrefetch(draft_predictor, self.driver, self.cache, self._prefetching, vanilla)
+        if (predictor := inputs.draft_predictor) is not None:
+            self.draft_prefetch = DraftPrefetch(predictor, self.driver, self.cache, self._prefetching, vanilla)
         self._planning = PlanningThread(overlaps=self.layer_hook is None and self.draft_prefetch is None)
         self.n_texts = 1  # that the next steps verify
         self._in_step = False  # or at a prompt
@@ -156,17 +143,17 @@ class PlacementManager:
     @property
     def loads_on_demand(self) -> bool:
         """Whether absent experts are loaded from the file into RAM, so that none is computed from the mapped file."""
-        return self.tiers[-1].loads_misses and self.tiers[-1].active
+        return not self.tiers[-1].is_device and self.tiers[-1].active
 
     @property
     def loading_wait_s(self) -> float:
         """How long computations have waited for experts from the file so far; 0.0 with experts on a device."""
-        return self.cache.waited_s() if self.first.loads_misses and self.first.attached else 0.0
+        return self.cache.waited_s() if self.first.attached and not self.first.is_device else 0.0
 
     @property
     def wants_hidden_states(self) -> bool:
         """Whether the draft is to keep its hidden states for the next plan; a change of mind may take one more step."""
-        return self._keeps_hidden_states and self.n_texts == 1 and self.active and self.driver.reads_drafts
+        return self._inputs.hidden_states and self.n_texts == 1 and self.active and self.driver.reads_drafts
 
     def _prefetching(self) -> DraftPrefetch | None:
         """The prefetch of experts while a draft is made; for several texts the draft predicts none."""
@@ -206,18 +193,17 @@ class PlacementManager:
         if not self.first.attached:
             for tier in self.tiers:
                 tier.attach(self._sensor)
-            for tier in self._others:
+            for tier in self.tiers[1:]:
                 self.cache.read_from(tier.cache)
             self._reader.skip()
 
     def detach(self) -> None:
         """Lets the target compute as without them; the experts on the device stay there."""
-        if self.first.attached:
-            try:
-                self.wait()
-            finally:
-                for tier in self.tiers:
-                    tier.detach()
+        try:
+            self.wait()
+        finally:
+            for tier in self.tiers:
+                tier.detach()
 
     def fall_back(self, *, context_usable: bool) -> None:
         """Ends placement because a GPU failed, whose context the tiers leave if `context_usable`; figures remain."""
@@ -225,7 +211,6 @@ class PlacementManager:
             tier.fall_back()
         if context_usable:
             self.detach()
-        self.first.attached = False
 
     def make_room(self, n_bytes: int) -> None:
         """Gives slots in RAM back, so that so much memory can be allocated."""
@@ -307,7 +292,7 @@ class PlacementManager:
         if self.on_demand is not None and block.ids is not None:
             self.on_demand.load(block.layer, np.unique(block.ids[block.ids >= 0]))
         if self.driver.plans_layers:
-            predictor = self._gate_predictor
+            predictor = self._inputs.gate_predictor
             self.driver.push_layer(block.layer, None if predictor is None else predictor.predict(block))
 
     def after_verification(
@@ -331,7 +316,7 @@ class PlacementManager:
                 tier.add_step(record)
         self.report_trouble()
         self._give_back()
-        if self.active or self._others:
+        if any(tier.active for tier in self.tiers):
             tokens = record.tokens[-1:]
             if not self._in_step:
                 observations = self._reader.prefill(counts, batch)
@@ -352,20 +337,19 @@ class PlacementManager:
         self._planning.submit(partial(self.first.time_plan, call) if self._in_step else call)
 
     def _observe_and_plan(self, observations: Sequence[Observation], tokens: Sequence[int]) -> None:
-        for tier in self._others:
-            held_above = self.cache.copy_residency() == Residency.RESIDENT if self.active else None
-            tier.observe(observations, tokens, held_above)
-            tier.driver.push()
-        if not self.active and self._others:
-            return
-        self.first.observe(observations, tokens)
+        held_above = None
+        if self.active and len(self.tiers) > 1:
+            held_above = self.cache.copy_residency() == Residency.RESIDENT
+        for tier in reversed(self.tiers):  # what is loaded on demand first
+            if tier.active:
+                tier.observe(observations, tokens, held_above)
+                tier.driver.push()
         for observation in observations:
             if not observation.prefill and observation.ids is not None:
                 for predictor in self._predictors:
                     predictor.compare(observation.ids)
         if self.draft_prefetch is not None:
             self.draft_prefetch.begin_batch()
-        self.driver.push()
 
     def _plan_draft(self, tokens: Sequence[int], hidden_states: NDArray[np.float32] | None) -> None:
         self.driver.plan_draft(tokens, hidden_states=hidden_states)
@@ -388,12 +372,12 @@ class PlacementManager:
         """Notifies of slots in RAM that a thread has given back since the last call; also in the middle of a decode."""
         for tier in self.tiers:
             if tier.slots is not None:
-                self._report(tier.slots.check())
+                self._report(tier.check())
 
     def _give_back(self) -> None:
         """Gives slots of the first tier back where its memory runs short."""
         self.wait()
-        notifications = self.first.give_back(streams_prompts=not self._op_offload and not self._others)
+        notifications = self.first.give_back(streams_prompts=not self._op_offload and len(self.tiers) == 1)
         if notifications and self.on_demand is not None:
             self.on_demand.resize()
         self._report(notifications)
@@ -410,16 +394,16 @@ class PlacementManager:
     def drain_transfers(self, timeout_s: float) -> None:
         """Waits for what was planned, for at most `timeout_s`, and drops the rest: no transfer runs afterwards."""
         self.wait()
-        for tier in self.tiers if self.active else self._others:
+        for tier in [tier for tier in self.tiers if tier.usable]:
             with suppress(BackendError):  # a lost device moves nothing
                 tier.store.drain(timeout_s, _IN_FLIGHT_TIMEOUT_S)
 
     def stats(self) -> PlacementStats:
         self.wait()
-        pushed, others = self.driver.pushed, [tier.stats() for tier in self._others]
+        pushed = self.driver.pushed
         return self.first.stats(
             tau=() if pushed is None else tuple(pushed.tau[self._cached_layers].tolist()),
-            ram=others[0] if others else None,
+            ram=next((tier.stats() for tier in self.tiers[1:]), None),
             choice=None if self.governor is None else self.governor.choice,
         )
 

@@ -17,7 +17,7 @@ from moeedge.llama.context import Context
 from moeedge.llama.gguf_file import expert_bytes, expert_tensors, mean_expert_bytes
 from moeedge.native import CAPTURED_TOKENS, ActivationCapture, CaptureFlags
 from moeedge.native.abi import Phase, PrefillPath
-from moeedge.native.cache import CacheConfig, ExpertCache, ExpertTensor
+from moeedge.native.cache import IN_RAM, CacheConfig, ExpertCache, ExpertTensor
 from moeedge.policies.base import Policy
 from moeedge.policies.registry import POLICIES, ignored_ablations, make_policy, where_simulated
 from moeedge.run import Notification, Run
@@ -26,7 +26,7 @@ from moeedge.scheduler.calibration import Calibration
 from moeedge.scheduler.config import PlacementConfig
 from moeedge.scheduler.manager import PlacementManager
 from moeedge.scheduler.microbench import CONTEXT_MIN, calibrate
-from moeedge.scheduler.prediction import DraftRouterPredictor, NextGatePredictor, open_draft_predictor
+from moeedge.scheduler.prediction import DraftRouterPredictor, NextGatePredictor, PolicyInputs, open_draft_predictor
 from moeedge.scheduler.sizing import CacheBudget, cache_budget, emulated_threads, in_host_memory, n_staging_slots
 from moeedge.scheduler.slot_memory import MemoryWatch, SlotMemory
 from moeedge.scheduler.tiers import MakePolicy, Tier
@@ -107,7 +107,7 @@ class Opening:
         pool_bytes_max = ram_tier.POOL_SLOTS * max((tensor.stride for tensor in tensors), default=0)
         sizes = {"free_bytes": free_bytes, "total_bytes": total_bytes, "n_ubatch": target.n_ubatch}
         budget = cache_budget(self.config, None, tensors, model, **sizes)
-        cache = self._open_cache("RAM", budget, tensors, files, device="ram", pool_bytes_max=pool_bytes_max)
+        cache = self._open_cache("RAM", budget, tensors, files, device=IN_RAM, pool_bytes_max=pool_bytes_max)
         if cache is None:
             return None
         with ExitStack() as stack:
@@ -269,29 +269,24 @@ class Opening:
         """The manager, with everything that the policy reads."""
         target, draft, execution = self.target, self.draft, self.config.execution
         policy, reads = tiers[0].driver.policy, tiers[0].driver.policy.required_inputs
-        router_scores, gate_predictor, draft_predictor = None, None, None
+        inputs = PolicyInputs()
         if "router-scores" in reads:
-            router_scores = _capture(target)
-            router_scores.enable(CaptureFlags.PROBS)
+            inputs.router_scores = _capture(target)
+            inputs.router_scores.enable(CaptureFlags.PROBS)
         if "block-inputs" in reads:
             predicted = "the next layers' experts from what routers read"
-            gate_predictor = self._predictor(policy, partial(NextGatePredictor, target.model), predicted)
+            inputs.gate_predictor = self._predictor(policy, partial(NextGatePredictor, target.model), predicted)
         if "draft-inputs" in reads and execution.drafting != "off":
             n_layers = policy.cutoff(target.model.info.n_expert_used)
             layers = f"first {n_layers} of {target.model.info.n_expert_layers} layers"
             predicted = f"the experts of the {layers} from what the draft's layers read"
-            draft_predictor = self._predictor(policy, partial(open_draft_predictor, target, draft, n_layers), predicted)
+            make = partial(open_draft_predictor, target, draft, n_layers)
+            inputs.draft_predictor = self._predictor(policy, make, predicted)
         usual = _TRANSFER_EXPERTS if policy.execution_model.batched_io else 0
         tiers[0].cache.set_batch(usual if execution.batch is None else execution.batch)
-        keeps_states = self._keeps_hidden_states(policy)
-        manager = PlacementManager(
-            *(tiers, self.config, target),
-            gate_predictor=gate_predictor,
-            draft_predictor=draft_predictor,
-            router_scores=router_scores,
-            keeps_hidden_states=keeps_states,
-        )
-        if target.n_parallel > 1 and (keeps_states or draft_predictor is not None):
+        inputs.hidden_states = self._keeps_hidden_states(policy)
+        manager = PlacementManager(tiers, self.config, target, inputs)
+        if target.n_parallel > 1 and (inputs.hidden_states or inputs.draft_predictor is not None):
             text = f"For several texts in a batch the policy {policy.name} plans"
             self.run.warn(f"{text} without what the draft computes.")
         if manager.layer_hook is not None:

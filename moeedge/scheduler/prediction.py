@@ -249,3 +249,13 @@ def open_draft_predictor(target: Context, draft: Context | None, n_predicted_lay
     predictor = DraftRouterPredictor(target.model, draft, capture, n_predicted_layers)
     capture.enable(CaptureFlags.INPUTS)
     return predictor
+
+
+@dataclass(kw_only=True)
+class PolicyInputs:
+    """What a policy reads beside activations; None, and False, where it does not ask for it or cannot get it."""
+
+    gate_predictor: NextGatePredictor | None = None  # within a verification
+    draft_predictor: DraftRouterPredictor | None = None  # while the draft model works
+    router_scores: ActivationCapture | None = None  # which captures them
+    hidden_states: bool = False  # the draft's

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,11 @@ from moeedge.policies.base import LookaheadStatus
 from moeedge.records import counter, counters, gauge, quotient
 from moeedge.scheduler.cache_governor import CacheChoice
 from moeedge.scheduler.governor import DraftChoice
+
+# What has become of a tier since it was opened. shrunk: it has given slots back, where memory ran short; lost: its
+# experts are computed from elsewhere, as the device failed or the file cannot be read; fallen back: llama.cpp's GPU
+# failed, and the answer went on with another context, without plans
+TierState = Literal["whole", "shrunk", "lost", "fallen back"]
 
 
 @dataclass(kw_only=True, eq=False)  # arrays do not compare to one truth value
@@ -46,6 +52,9 @@ class PlacementStats(CacheStats):
     """
 
     device: str = gauge("Label of the device", default="")
+    is_device: bool = gauge("Whether the slots are on a device, not in RAM", default=True, in_json=False)
+    place: str = gauge('Where they are, as "on CUDA0" or "in RAM"', default="", in_json=False)
+    state: TierState = gauge("What has become of the tier", default="whole", in_json=False)
     policy: str = gauge("The policy", default="")
     cache_ratio: float = gauge("Share of all experts that have a slot", default=0.0, most=1)
     n_layers: int = gauge("Layers whose experts share the slots")
@@ -93,6 +102,11 @@ class PlacementStats(CacheStats):
         "bytes_moved", "tokens", "Experts moved per emitted token, those of prompts too", "bytes"
     )
     wait_share = quotient("wait_s", "decode_s", "Share of the steps' time that waited for the device, or for the disk")
+
+    @property
+    def tiers(self) -> list[PlacementStats]:
+        """The figures of each tier, fastest first."""
+        return [self] if self.ram is None else [self, self.ram]
 
     def __sub__(self, older: PlacementStats) -> PlacementStats:
         intervals = {name: getattr(self, name) - getattr(older, name) for name in counters(PlacementStats)}

@@ -1,6 +1,7 @@
 """The tiers of a session's experts, fastest first: slots on a device, slots in RAM, each filled by a policy of its own.
 
-The CPU computes what no tier holds from the weights in host memory, or from the mapped file.
+The CPU computes what no tier holds from the weights in host memory, or from the mapped file. These are no tier: they
+have no slots, policy or figures, so that such an element would only add empty methods.
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -29,28 +29,19 @@ from moeedge.scheduler.native_io import CacheStore, cache_shape
 from moeedge.scheduler.ram_tier import KeptActivations
 from moeedge.scheduler.sizing import reserve_bytes
 from moeedge.scheduler.slot_memory import MemoryWatch, SlotMemory, slots_of
-from moeedge.scheduler.stats import PlacementStats, StepRecord
+from moeedge.scheduler.stats import PlacementStats, StepRecord, TierState
 from moeedge.units import format_bytes
 
 MakePolicy = Callable[[CacheShape], Policy]
 
 
-class TierState(Enum):
-    """What has become of a tier since it was opened."""
-
-    WHOLE = "whole"
-    SHRUNK = "shrunk"  # it has given slots back, where memory ran short
-    LOST = "lost"  # its experts are computed from elsewhere: the device failed, or the file cannot be read
-    FALLEN_BACK = "fallen back"  # llama.cpp's GPU failed: the answer went on with another context, without plans
-
-
 class Tier:
-    """An expert cache of a context, the policy that fills it, and the figures of both.
+    """An expert cache of a context, the policy that fills it, the figures of both, and what has become of it.
 
     make: the policy for slots. device: the policy uploads experts to it; None: RAM, where an absent expert is loaded
     when it is needed, for the resident one that the policy expects least of. watched: slots on the device are given
     back where its memory runs short. slots: gives slots in RAM back. kept: gets the activations of this run; None: they
-    are not kept.
+    are not kept. lost: experts can no longer be computed from the slots.
     """
 
     def __init__(
@@ -65,8 +56,10 @@ class Tier:
         kept: KeptActivations | None = None,
     ) -> None:
         self.label = "RAM" if device is None else device.label
+        self.is_device = device is not None
+        self.place = "in RAM" if device is None else device.place
         self.cache, self.device, self.slots, self.kept = cache, device, slots, kept
-        self.attached = self.has_fallen_back = self._lost = self._warned_unknown = False
+        self.attached = self.lost = self._has_fallen_back = self._warned_unknown = False
         self.watch: MemoryWatch | None = None
         if device is not None and watched:
             self.watch = MemoryWatch(reserve_bytes(device, device.total_bytes), partial(devices.read_memory, device))
@@ -82,26 +75,17 @@ class Tier:
         self.driver = StepDriver(make(cache_shape(cache)), self.store)
 
     @property
-    def loads_misses(self) -> bool:
-        return self.device is None
-
-    @property
-    def lost(self) -> bool:
-        """Whether experts can no longer be computed from its slots."""
-        return self.slots.lost if self.slots is not None else self._lost or self.has_fallen_back
-
-    @property
     def state(self) -> TierState:
-        if self.has_fallen_back:
-            return TierState.FALLEN_BACK
+        if self._has_fallen_back:
+            return "fallen back"
         if self.lost:
-            return TierState.LOST
-        return TierState.SHRUNK if self.cache.info.n_slots < self._n_slots_opened else TierState.WHOLE
+            return "lost"
+        return "shrunk" if self.cache.info.n_slots < self._n_slots_opened else "whole"
 
     @property
     def usable(self) -> bool:
         """Whether it can be planned for: it works and has slots."""
-        return self.state in (TierState.WHOLE, TierState.SHRUNK) and self.cache.info.n_slots > 0
+        return self.state in ("whole", "shrunk") and self.cache.info.n_slots > 0
 
     @property
     def active(self) -> bool:
@@ -127,12 +111,13 @@ class Tier:
         self.attached = False
 
     def fall_back(self) -> None:
-        """The context that it served has failed; figures remain."""
-        self.has_fallen_back, self.driver.pending = True, None
+        """The context that it served has failed, and a device with it; figures remain."""
+        self._has_fallen_back, self.driver.pending = True, None
+        self.attached, self.lost = False, self.lost or self.is_device
 
     def follow(self, target: Context) -> None:
         """Lets the context in the failed one's place compute from slots in RAM, as an LRU: no policy observes it."""
-        if self.loads_misses and target.sensor is not None:
+        if not self.is_device and target.sensor is not None:
             self.cache.detach()
             self.cache.set_utilities(np.zeros((self.cache.info.n_layers, self.cache.info.n_experts), dtype=np.float32))
             self.cache.attach(target.sensor)
@@ -153,10 +138,12 @@ class Tier:
     def check(self) -> list[Notification]:
         """What has happened to slots in RAM; once that the device is lost, or blocks of this model not understood."""
         if self.slots is not None:
-            return self.slots.check()
+            notifications = self.slots.check()
+            self.lost = self.slots.lost
+            return notifications
         (lost, n_unknown), texts = self.cache.trouble(), list[str]()
         if lost and not self.lost:
-            self._lost, self.driver.pending = True, None
+            self.lost, self.driver.pending = True, None
             if self.device is not None and self.device.kind == "rpc":
                 rpc.mark_lost(self.device.endpoint)
             texts.append(f"The device {self.label} is lost: the CPU computes all experts from here on.")
@@ -230,9 +217,10 @@ class Tier:
         values = {
             **vars(self.cache.stats()),
             **{"device": self.label, "policy": self.driver.policy.name, "lost": self.lost},
+            **{"is_device": self.is_device, "place": self.place, "state": self.state},
             **{"slots_total": info.n_slots, "pool_bytes": info.pool_bytes, "cache_ratio": self.cache_ratio},
             **{"n_layers": self._n_layers, "vram_used_bytes": used_bytes, "vram_total_bytes": total_bytes},
-            "lookahead": None if self.loads_misses else self.driver.policy.lookahead,  # nothing is uploaded ahead
+            "lookahead": self.driver.policy.lookahead if self.is_device else None,  # nothing is uploaded ahead
         }
         return PlacementStats(**values | gauges | self._sums) - self._start
 

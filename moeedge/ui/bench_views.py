@@ -17,7 +17,7 @@ from moeedge.bench.samples import RATIO_SCATTER, Spread
 from moeedge.hardware.host import BUSY
 from moeedge.policies.base import LookaheadStatus
 from moeedge.records import as_dict
-from moeedge.ui.figures import is_ram, lookahead
+from moeedge.ui.figures import lookahead
 from moeedge.ui.plots import Point, lines_of
 from moeedge.ui.tables import (
     NONE,
@@ -93,7 +93,7 @@ def _bench_columns(rows: Sequence[BenchRow]) -> list[Column]:
     ]
     # of synthetic tests each row has one speed, as llama-bench's
     left_out = {"pp t/s", "tg t/s", "pp ratio", "tg ratio", "tokens/step"} if is_synthetic else {"ratio"}
-    from_disk = any(is_ram(row.setup.device) for row in rows)
+    from_disk = any(not row.setup.is_device for row in rows)
     left_out |= {"MiB moved"} if from_disk else {"MB/token", "disk MB/s", "disk wait %"}
     if not any(row.setup.whole_layers for row in rows):
         left_out |= {"layers", "GPU MiB", "pp / ncmoe", "tg / ncmoe"}

@@ -59,11 +59,6 @@ def percent(share: float | None) -> str:
     return NONE if share is None else f"{100 * share:.0f} %"
 
 
-def device_name(label: str) -> str:
-    """A device's label without the part in brackets."""
-    return label.split(" (", 1)[0]
-
-
 def budget(info: EngineInfo) -> str:
     """The expert budget as every result names it; empty without one."""
     return "" if info.expert_budget is None else info.expert_budget.label_at(info.gamma)
@@ -91,7 +86,7 @@ def shares(parts_s: Mapping[str, float], total_s: float) -> list[FigureRow]:
 def time_figures(stats: PlacementStats) -> list[FigureRow]:
     """Shares of the steps' time: drafts, experts on the CPU, waiting for the device or the disk, and the rest."""
     # the device computes at the same time as the CPU: its own time is no part of these
-    waiting = "waiting for the disk" if is_ram(stats.device) else "waiting for the device"
+    waiting = "waiting for the device" if stats.is_device else "waiting for the disk"
     parts_s = {"drafts": stats.draft_s, "experts on the CPU": stats.cpu_s, waiting: stats.wait_s}
     return shares(parts_s, stats.decode_s)
 
@@ -116,20 +111,25 @@ def share_line(parts: Sequence[FigureRow], columns: int) -> str:
     return next((form for form in forms if len(form) <= columns), shortest)
 
 
-def is_ram(device: str) -> bool:
-    """Whether the "device" is host memory for a model that is larger, filled from the disk."""
-    return device_name(device) == "RAM"
-
-
 def memory_figure(stats: PlacementStats) -> FigureRow:
-    """Used and total memory of the device, or the size of the slots if the driver does not report it."""
-    if device_name(stats.device) == "emulated":  # it has no memory of its own
-        return FigureRow("slots in RAM", format_bytes(stats.pool_bytes), rank=1)
-    text = f"slots {format_bytes(stats.pool_bytes)}"
-    if stats.vram_used_bytes is not None and stats.vram_total_bytes:
-        total = format_bytes(stats.vram_total_bytes)
-        text = f"{format_bytes(int(stats.vram_used_bytes)).removesuffix(total[total.index(' ') :])} of {total}"
-    return FigureRow("RAM" if is_ram(stats.device) else "VRAM", text, rank=1)
+    """Used and total memory of the device, or the size of the slots if it has no other, or its driver does not tell."""
+    if stats.vram_used_bytes is None or stats.vram_total_bytes in (None, 0, stats.pool_bytes):
+        return FigureRow("memory of slots", format_bytes(stats.pool_bytes), rank=1)
+    total = format_bytes(stats.vram_total_bytes)
+    used = format_bytes(int(stats.vram_used_bytes)).removesuffix(total[total.index(" ") :])
+    return FigureRow("VRAM" if stats.is_device else "RAM", f"{used} of {total}", rank=1)
+
+
+def tier_states(stats: PlacementStats) -> list[FigureRow]:
+    """What has become of the tiers that are not as they were opened."""
+
+    def text(tier: PlacementStats) -> str:
+        if tier.state == "lost":
+            return "device lost: all on CPU" if tier.is_device else "RAM lost: mapped file"
+        shrunk = f"shrunk to {tier.slots_total:,} slots {tier.place}"
+        return {"fallen back": "fallen back to the CPU", "shrunk": shrunk}.get(tier.state, "")
+
+    return [FigureRow("", line) for line in dict.fromkeys(map(text, stats.tiers)) if line]
 
 
 def tau_text(tau: Sequence[float]) -> str:
@@ -163,14 +163,14 @@ def cache_effect(choice: CacheChoice) -> str:
 
 def live_cache_figures(stats: PlacementStats) -> list[FigureRow]:
     """The panel's figures of the cache; a small window drops the highest `rank` first."""
-    ram, from_disk = stats.ram, is_ram(stats.device)
-    in_ram, ram_lost = [], FigureRow("", "RAM lost: mapped file")
-    if ram is not None:  # next to a device; hits are of the pairs that it does not compute
+    ram, from_disk, in_ram = stats.ram, not stats.is_device, list[FigureRow]()
+    if ram is not None and not ram.lost:  # next to a device; hits are of the pairs that it does not compute
         slots = f"{ram.slots_used}/{ram.slots_total}, {format_bytes(ram.pool_bytes)}"
-        in_ram = [ram_lost] if ram.lost else [*_disk_figures(ram), FigureRow("RAM slots", slots, rank=2)]
+        in_ram = [*_disk_figures(ram), FigureRow("RAM slots", slots, rank=2)]
     if stats.lost:
-        return [ram_lost if from_disk else FigureRow("", "device lost: all on CPU"), *in_ram]
+        return [*tier_states(stats), *in_ram]
     shown = [
+        *tier_states(stats),
         FigureRow("cache speed", "" if stats.choice is None else cache_effect(stats.choice), rank=2),
         *(_disk_figures(stats) if from_disk else [FigureRow("pair hits", percent(stats.hit_rate_pairs))]),
         FigureRow("expert hits", percent(stats.hit_rate_experts), rank=4 if from_disk else 1),
@@ -200,7 +200,7 @@ def earlier_runs(info: EngineInfo) -> str:
 def cache_rows(stats: PlacementStats) -> list[FigureRow]:
     """The figures of the cache as rows of /stats: those of the panel and sums."""
     parts, busy = time_figures(stats), ""
-    if parts and not is_ram(stats.device):  # in parallel with the CPU
+    if parts and stats.is_device:  # in parallel with the CPU
         busy = f"{percent(min(stats.device_s / stats.decode_s, 1))} of that time"
     return [
         FigureRow("cache", f"{stats.device}, ratio {stats.cache_ratio:.2f}, policy {stats.policy}"),
@@ -293,7 +293,7 @@ def answer_rows(
         texts["experts on"] = place if info.n_experts else ""
         texts["time"] = time_text(shares({"drafts": stats.draft_s, "model": stats.verify_s}, stats.decode_s))
         return known_figures(texts)
-    earlier = [FigureRow("earlier runs", earlier_runs(info))] if is_ram(info.device) else []
+    earlier = [] if info.is_device else [FigureRow("earlier runs", earlier_runs(info))]
     return [*known_figures(texts), *cache_rows(cache), *earlier]
 
 
@@ -320,7 +320,7 @@ def total_rows(info: EngineInfo, turns: Sequence[Turn]) -> list[FigureRow]:
         shifts = total.context_shifts
         dropped = f"{_tokens(total.dropped_tokens)} dropped from the context in {shifts:,} shift{'s' * (shifts > 1)}"
     if caches and (share := combine(caches).hit_rate_pairs) is not None:
-        hits = f"{'RAM pair hits' if is_ram(info.device) else 'pair hits'} {percent(share)}"
+        hits = f"{'pair hits' if info.is_device else 'RAM pair hits'} {percent(share)}"
     text = _joined(
         f"{_tokens(total.generated_tokens)} at {speed(total.tg_ts)}",
         f"prompts {_tokens(total.prefill_tokens)} at {speed(total.pp_ts)}",
@@ -357,13 +357,12 @@ def live_figures(
         return [*shown, *_details(info, stats), *([] if cache is None else live_cache_figures(cache))]
     if cache is None:
         return shown
-    if cache.lost or (cache.ram is not None and cache.ram.lost):
-        return shown + [figure for figure in live_cache_figures(cache) if not figure.label]
+    shown += tier_states(cache)
+    if cache.lost:
+        return shown
     if cache.choice is not None and not cache.choice.pays:
         return [*shown, FigureRow("expert cache", "off, it does not pay", rank=2)]
-    name = device_name(cache.device)
-    place = {"RAM": "in RAM", "emulated": "on the emulated GPU"}.get(name, f"on {name}")
-    shown.append(FigureRow(f"experts {place}", percent(cache.hit_rate_pairs), rank=2))
+    shown.append(FigureRow(f"experts {cache.place}", percent(cache.hit_rate_pairs), rank=2))
     if parts := time_figures(cache):
         shown.append(FigureRow("", "", draw=lambda columns: share_line(parts, columns), rank=3))
     return shown
@@ -377,7 +376,7 @@ def _details(info: EngineInfo, stats: GenerationStats) -> list[FigureRow]:
         FigureRow("draft length", "" if stats.choice is None else draft_length(stats.choice), rank=3),
         FigureRow("tokens/step", NONE if stats.tokens_per_step is None else f"{stats.tokens_per_step:.2f}", rank=3),
         FigureRow("experts/step", experts(info, stats), rank=5),
-        FigureRow("experts on", "the CPU" if info.device == "none" else device_name(info.device), rank=2),
+        FigureRow("experts", info.place or "on the CPU", rank=2),
         FigureRow("without budget", "" if natural is None else f"{natural:.1f} experts/step", rank=5),
         FigureRow("probability kept", "" if natural is None else percent(stats.kept_probability), rank=4),
     ]

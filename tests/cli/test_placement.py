@@ -82,7 +82,7 @@ def test_profile_takes_a_device(pair: list[str]) -> None:
     common = ["profile", *pair, "-p", "tell me", "-n", "16", "--layer", "1", "-o", "json"]
     plain, placed = run(*common, "-dev", "none"), run(*common, *EMULATED, "--no-calibrate")
     assert placed.exit_code == 0, placed.stderr
-    assert "of 48 on an emulated GPU" in placed.stderr
+    assert "of 48 on the emulated GPU" in placed.stderr
     assert json.loads(placed.stdout)["unique_experts"] == json.loads(plain.stdout)["unique_experts"]
 
 

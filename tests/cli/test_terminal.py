@@ -213,7 +213,7 @@ def test_the_panel_shows_the_cache(cached: list[str]) -> None:
         terminal.type("\x03")
         terminal.expect("stopped", PROMPT)
         terminal.ask(
-            "/stats", "pair hits", "expert hits", "slots", "24/24", "uploads/layer", "slots in RAM", "tau", "CPU"
+            *("/stats", "pair hits", "expert hits", "slots", "24/24", "uploads/layer", "memory of slots", "tau", "CPU")
         )
         terminal.leave()
     # rows never run over the window's edge
@@ -225,7 +225,7 @@ def test_plain_terminals_get_the_figures_behind_the_answer(cached: list[str]) ->
         terminal.expect(PROMPT)
         terminal.ask("tell me", "60 tokens, ")
         answered = terminal.raw
-        terminal.ask("/stats", "pair hits", "slots in RAM")
+        terminal.ask("/stats", "pair hits", "memory of slots")
         terminal.leave()
     assert "╭" not in terminal.raw and "\x1b" not in answered
 

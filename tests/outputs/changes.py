@@ -11,9 +11,5 @@ REMOVED = [
     (r"commands-slow: validate measured: .*error", "measured"),
     (r"tokens(-slow)?: (tiny|together) ", "tests/lossless compares all ways of decoding"),
     (r"choices: (speculation|layers) ", "the part functions has the same functions"),
-    (r"screens: model_views\.card_rows ", "a part of print_card, which is recorded"),
-    (r"screens: bench_views\.batch_curves ", "curve_lines, which is recorded, has lines of the plot instead"),
-    (r"screens: chat\.greeting\.header_line ", "a part of print_header, which is recorded"),
-    (r"screens: tables\.json_lines ", "a part of render, which is recorded"),
     (r"functions: lab\.sim\.step_costs\.program_of: .*\.handoff\.", "calls are timed as they are read"),
 ]

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -30,10 +31,10 @@ STATS = GenerationStats(
     prompt_tokens=120, cached_tokens=20, prefill_tokens=100, generated_tokens=51, prefill_s=0.5, decode_s=2.0,
     ttft_s=0.25, steps=20, drafted=80, accepted=60, experts_sum=20 * 18.25,
 )  # fmt: skip
-EMULATED = "emulated (CPU, link 2 GB/s)"
-PLACED = replace(INFO, device=EMULATED, policy="spac", cache_ratio=0.17, cache_slots=1044, pool_bytes=12 * MIB)
+EMULATED: Any = {"device": "emulated (CPU, link 2 GB/s)", "place": "on the emulated GPU"}
+PLACED = replace(INFO, **EMULATED, policy="spac", cache_ratio=0.17, cache_slots=1044, pool_bytes=12 * MIB)
 CACHE = PlacementStats(
-    device=EMULATED, policy="spac", cache_ratio=0.17, n_layers=48, slots_used=1040, slots_total=1044,
+    **EMULATED, policy="spac", cache_ratio=0.17, n_layers=48, slots_used=1040, slots_total=1044,
     pool_bytes=12 * MIB, vram_used_bytes=0, vram_total_bytes=12 * MIB,  # an old reading: the slots know better
     steps=20, pairs=1000, pairs_hit=812, unique=400, unique_hit=272, uploads=800, evictions=790,
     bytes_moved=1_300_000_000, transfer_s=0.65, cpu_s=1.1, device_s=0.4, wait_s=0.08, draft_s=0.3, decode_s=2.0,
@@ -126,8 +127,8 @@ def test_the_panel_shows_every_figure_unbroken(columns: int) -> None:
     if columns > 60:
         time = f"experts on the CPU 55 %, {waiting}, the rest 26 %"
     for text in (
-        *("experts on emulated", "pair hits 81 %", "expert hits 68 %", "slots 1040/1044", "uploads/layer 0.83"),
-        *("evictions/layer 0.82", "link 2 GB/s", "slots in RAM 12 MiB", time, "tau 0-4"),
+        *("experts on the emulated GPU", "pair hits 81 %", "expert hits 68 %", "slots 1040/1044", "uploads/layer 0.83"),
+        *("evictions/layer 0.82", "link 2 GB/s", "memory of slots 12 MiB", time, "tau 0-4"),
     ):
         assert text in shown, text
     assert "…" not in shown
@@ -148,16 +149,51 @@ def test_a_small_window_keeps_what_matters_most(columns: int, rows: int) -> None
 def test_before_the_first_step_there_are_dashes() -> None:
     fresh = PlacementStats(device="CUDA0 (A Card)", policy="lru", cache_ratio=0.5, slots_total=10, pool_bytes=5 * MIB)
     shown = "\n".join(panel(fresh, 80))
-    for text in ("pair hits -", "expert hits -", "slots 0/10", "uploads/layer -", "link -", "VRAM slots 5", "time: -"):
+    for text in (
+        "pair hits -",
+        "expert hits -",
+        "slots 0/10",
+        "uploads/layer -",
+        "link -",
+        "memory of slots 5 MiB",
+        "time: -",
+    ):
         assert text in shown, text
     assert "tau" not in shown
 
 
-def test_a_lost_device_is_reported() -> None:
-    lost = replace(CACHE, lost=True)
-    row = FigureRow("", "device lost: all on CPU")
-    assert figures.live_cache_figures(lost) == [row] and row in figures.cache_rows(lost)
-    assert row in figures.live_figures(PLACED, STATS, lost, elapsed_s=1.0)
+RAM = replace(CACHE, device="RAM", is_device=False, place="in RAM")
+BOTH = replace(CACHE, ram=RAM)
+
+
+@pytest.mark.parametrize(
+    ("stats", "lines"),
+    [
+        (replace(CACHE, state="lost", lost=True), ["device lost: all on CPU"]),
+        (replace(RAM, state="lost", lost=True), ["RAM lost: mapped file"]),
+        (replace(CACHE, state="shrunk"), ["shrunk to 1,044 slots on the emulated GPU"]),
+        (replace(BOTH, ram=replace(RAM, state="shrunk")), ["shrunk to 1,044 slots in RAM"]),
+        (
+            replace(BOTH, state="lost", lost=True, ram=replace(RAM, state="lost", lost=True)),
+            ["device lost: all on CPU", "RAM lost: mapped file"],
+        ),
+        (
+            replace(BOTH, state="fallen back", lost=True, ram=replace(RAM, state="fallen back")),
+            ["fallen back to the CPU"],
+        ),
+    ],
+)
+def test_what_has_become_of_tiers_is_shown(stats: PlacementStats, lines: list[str]) -> None:
+    """A tier that is lost has no other figures; the other one still has."""
+    rows = [FigureRow("", line) for line in lines]
+    shown = figures.live_cache_figures(stats)
+    assert [row for row in shown if not row.label and row.draw is None] == rows
+    assert set(rows) <= set(figures.cache_rows(stats))
+    assert set(rows) <= set(figures.live_figures(PLACED, STATS, stats, elapsed_s=1.0))
+    ram = stats if not stats.is_device else stats.ram
+    labels = {row.label for row in shown}
+    assert ("pair hits" in labels) == (stats.is_device and not stats.lost)
+    assert ("RAM pair hits" in labels) == (ram is not None and not ram.lost)
 
 
 def test_a_cache_that_does_not_pay() -> None:

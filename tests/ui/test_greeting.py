@@ -20,6 +20,7 @@ WARNING = "Uploads of experts are slower than usual: the GPU's driver gives no p
 CACHED = replace(
     INFO,
     device="Vulkan0 (A Card)",
+    place="on Vulkan0",
     policy="spac",
     cache_ratio=0.17,
     cache_slots=1044,
@@ -63,7 +64,7 @@ def test_the_greeting_and_the_header() -> None:
     ("info", "words"),
     [
         (replace(CACHED, n_whole_layers=12, notes=[]), ["12 of 48 layers on the GPU, 1,044 of"]),
-        (replace(CACHED, device="RAM (A Disk)", notes=[]), ["in RAM (3 MiB)"]),
+        (replace(CACHED, place="in RAM", notes=[]), ["in RAM (3 MiB)"]),
         (INFO, ["all 6,144 on the CPU", "d.gguf"]),
         (replace(INFO, n_whole_layers=48), ["all 6,144 on the GPU"]),
         (replace(INFO, draft="ngram", auto_gamma=True), ["from repeated text"]),

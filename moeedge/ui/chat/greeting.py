@@ -12,7 +12,7 @@ from moeedge.hub.catalog import Starter
 from moeedge.run import Level, Notification, is_warning
 from moeedge.ui import figures
 from moeedge.ui.console import say
-from moeedge.ui.figures import FigureRow, device_name, known_figures
+from moeedge.ui.figures import FigureRow, known_figures
 from moeedge.units import format_bytes
 
 _KEYS = "/exit or Ctrl-D leaves, /help lists the commands, /info shows more."
@@ -67,7 +67,7 @@ def details(info: EngineInfo) -> list[FigureRow]:
         "budget": f"{figures.budget(info)}, ranking {budget.ranking}, {budget.coverage}" if budget else "",
         "cache": slots if info.cache_slots else "",
         "policy": info.policy if info.cache_slots else "",
-        "earlier runs": figures.earlier_runs(info) if figures.is_ram(info.device) else "",
+        "earlier runs": "" if info.is_device else figures.earlier_runs(info),
         "threads": f"{info.n_threads}{batches}",
         "context": f"{info.n_ctx} tokens",
         "KV cache": settings.kv_label,
@@ -104,9 +104,7 @@ def _experts(info: EngineInfo) -> str:
         return f"all {n_layers * info.n_experts:,} on the GPU"
     whole = f"{n_whole} of {n_layers} layers on the GPU, " if n_whole else ""
     if info.cache_slots:
-        name = device_name(info.device)
-        place = {"RAM": "in RAM", "emulated": "on an emulated GPU"}.get(name, f"on {name}")
-        return f"{whole}{_cached(info)} {place} ({format_bytes(info.pool_bytes)})"
+        return f"{whole}{_cached(info)} {info.place} ({format_bytes(info.pool_bytes)})"
     return f"{whole}all {(n_layers - n_whole) * info.n_experts:,} on the CPU"
 
 
