@@ -1,4 +1,4 @@
-"""How an operation speaks with its caller (messages, notes, whether to stop) and ends; its turns and times."""
+"""How an operation speaks with its caller (messages, decisions, whether to stop) and ends; its turns and times."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Level(Enum):
 
 
 class Notification(str):
-    """One or more full sentences with a level; a string everywhere else, JSON included."""
+    """Full sentences, or that of a decision, with a level; a string everywhere else, JSON included."""
 
     level: Level
 
@@ -45,6 +45,50 @@ def is_warning(note: str) -> bool:
 
 def ignore(notification: Notification) -> None:
     """A `Notify` for callers that show nothing."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a part of the program chose, told in the same words and order everywhere on screen.
+
+    gain: of `chosen` over `over`, times; None: not compared. basis: how that is known, such as "measured", "by
+    estimate", "being measured" or "given by the user". why: a clause that the figures do not tell.
+    """
+
+    what: str
+    chosen: str
+    gain: float | None = None
+    over: str = ""
+    basis: str = ""
+    why: str = ""
+    measure: str = "as fast"  # that `gain` compares
+
+    @classmethod
+    def switch(cls, what: str, on: bool, gain: float | None, *more: str) -> Decision:
+        """Something that is on or off. gain: with it over without. more: the fields from `basis` on."""
+        times = 1 / gain if gain and not on else gain
+        return cls(what, "on" if on else "off", times, "without" if on else "with it", *more)
+
+    @property
+    def value(self) -> str:
+        """The sentence without its beginning."""
+        compared = "" if self.gain is None else f"{self._times} as {self.over}"
+        told = ", ".join(filter(None, [self.chosen, compared, self.basis]))
+        return f"{told}; {self.why}" if self.why else told
+
+    @property
+    def short(self) -> str:
+        """The value where there is little room."""
+        known = ", ".join(filter(None, [self._times, self.basis]))
+        return f"{self.chosen} ({known})" if known else self.chosen
+
+    @property
+    def _times(self) -> str:
+        return "" if self.gain is None else f"{self.gain:.2f} times {self.measure}"
+
+    def sentence(self) -> str:
+        """One line for the user, without a full stop: what, what was chosen, over what, how that is known."""
+        return f"{self.what}: {self.value}"
 
 
 class Progress:

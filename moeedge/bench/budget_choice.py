@@ -39,7 +39,7 @@ from moeedge.llama import gguf_file
 from moeedge.llama.model import Model
 from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.records import combine
-from moeedge.run import Level, Progress, Run, rotated, within
+from moeedge.run import Decision, Level, Progress, Run, rotated, within
 from moeedge.scheduler.calibration import Measurement, keep, measurement_file, read_measurement
 
 _FASTER = 1.03  # times the unbudgeted speed, which a lossy budget must reach: less is within the noise of measuring
@@ -50,6 +50,7 @@ _TASKS_MIN = 36  # of them
 _WARM_UP_PROMPTS = 4  # whose answers also say how many experts a verification uses
 _TEXT_PIECES = 4  # of the text; each is continued
 _TEXT_ANSWER_TOKENS = 64
+_BUDGET = "expert budget"  # in decisions
 _TOY = "moeedge toy"  # how the names of the bundled pair and of models widened from it begin
 
 
@@ -113,23 +114,23 @@ class BudgetChoice(Measurement):
         """`fastest`, if it is clearly faster than unbudgeted verification; else the unbudgeted trial."""
         return self.fastest if (self.fastest.ratio or 0.0) >= _FASTER else self.unbudgeted
 
-    def sentence(self) -> str:
-        """One line for the user: what was chosen, and why."""
-        trial = self.fastest if self.best.budget is None else self.best
-        speed = f"{trial.ratio or 0:.2f} times the speed of verification without a budget"
-        chosen = "off"
+    @property
+    def decision(self) -> Decision:
+        """What was chosen, and why."""
+        trial, chosen, gain, over = self.fastest, "off", None, ""
         if self.best.budget is not None:
-            chosen, reason = f"{trial.budget} (lossy)", f"{speed}, {self._compared(trial)}"
+            chosen, gain, over, why = f"{trial.budget} (lossy)", trial.ratio, "without", self._compared(trial)
         elif len(self.trials) == 1:
             experts = self.unbudgeted.experts or 0
-            reason = f"a verification uses {experts:.1f} experts per layer, too few to leave some out"
+            why = f"a verification uses {experts:.1f} experts per layer, too few to leave some out"
         elif not self.allowed:
             least = max(self.trials[1:], key=lambda trial: trial.score)
             lost = f"with {least.budget} {self._compared(least)}"
-            reason = f"no budget keeps the score within one standard deviation; {lost}"
+            why = f"no budget keeps the score within one standard deviation; {lost}"
         else:
-            reason = f"no budget that keeps the score is faster by {_FASTER - 1:.0%}; {trial.budget} has {speed}"
-        return f"Expert budget {chosen}, chosen by auto: {reason}; {self.when}."
+            gain, over = 1 / trial.ratio if trial.ratio else None, f"{trial.budget}"
+            why = f"none that keeps the score is faster by {_FASTER - 1:.0%}"
+        return self.decided(Decision(_BUDGET, chosen, gain, over, why=why))
 
     def _compared(self, trial: BudgetTrial) -> str:
         base = self.unbudgeted
@@ -174,10 +175,10 @@ def find_budget(config: EngineConfig, template: ExpertBudget, run: Run) -> Exper
     """`template` with the number of experts that `choose_budget` chooses; None: off, or no experts or drafts."""
     if config.draft is None or config.gamma == 0 or not gguf_file.read_summary(config.model).expert_layers:
         missing = "experts" if config.draft is not None and config.gamma else "drafts to verify"
-        run.say(f"Expert budget off, chosen by auto: there are no {missing}.", Level.WARNING)
+        run.say(Decision(_BUDGET, "off", why=f"there are no {missing}").sentence(), Level.WARNING)
         return None
     choice = choose_budget(config, template, run)
-    run.say(choice.sentence(), choice.level)
+    run.say(choice.decision.sentence(), choice.level)
     return None if choice.budget is None else replace(template, budget=choice.budget)
 
 

@@ -75,7 +75,9 @@ def show_calibration(config: EngineConfig, output: Output) -> None:
     err = stderr_console()
     with open_session(config, run=Run(notifier(err))) as session:
         info, calibration, choice = session.info, session.calibration, session.layer_choice
-    for note in info.notes:
+    decisions = () if calibration is None or output is Output.JSON else calibration.path_decisions()
+    on_stdout = {decision.sentence() for decision in decisions}
+    for note in filter(lambda note: note not in on_stdout, info.notes):
         say(err, note)
     if calibration is None and choice is None:
         if info.cache_slots:

@@ -20,6 +20,7 @@ from moeedge.engine.types import ALL_ON_CPU, EngineConfig
 from moeedge.errors import require
 from moeedge.hardware.devices import ResolvedDevice
 from moeedge.hardware.host import default_reserve
+from moeedge.run import Decision
 from moeedge.scheduler.calibration import Measurement, measurement_file, read_measurement
 
 _MORE_MEMORY = 1.1  # times what was free: other divisions are possible
@@ -77,22 +78,18 @@ class LayerChoice(Measurement):
         """The most whole layers without a cache, as with llama.cpp's --n-cpu-moe; None if it was not measured."""
         return max((split for split in self.splits if not split.n_slots), key=lambda split: split.n_whole, default=None)
 
-    def sentence(self) -> str:
-        """One line for the user: what was chosen, and what it was compared with."""
+    @property
+    def decision(self) -> Decision:
+        """What was chosen, compared with llama.cpp's division; where it is that, with the best one with a cache."""
         best, stock = self.best, self.whole_only
         cached = min((split for split in self.splits if split.n_slots), key=lambda split: split.step_s, default=None)
-        text = f"{self.device} holds {best.n_whole} of {self.n_layers} layers entirely"
-        text += f", and a cache of {best.n_slots:,} experts of the others" if best.n_slots else ", without a cache"
-        compared = []
-        if stock is None:
-            compared.append("entire layers without a cache did not fit or could not be measured")
-        elif best is not stock:
-            other = f"--n-cpu-moe {stock.n_cpu_moe} in the same memory"
-            compared.append(f"{stock.step_s / best.step_s:.2f} times the speed of {other}")
-        elif cached is not None:
-            other = f"{cached.n_whole} entire layers with a cache of {cached.n_slots:,} experts"
-            compared.append(f"{cached.step_s / best.step_s:.2f} times the speed of {other}")
-        return f"{text}: {'; '.join([*compared, self.when])}."
+        why = "entire layers without a cache did not fit or could not be measured" if stock is None else ""
+        chosen = f"{best.n_whole} of {self.n_layers}{f' and {best.n_slots:,} experts' if best.n_slots else ''}"
+        gain, over, other = None, "", cached if best is stock else stock
+        if other is not None:
+            gain = other.step_s / best.step_s
+            over = f"{other.n_whole} and {other.n_slots:,}" if other.n_slots else f"--n-cpu-moe {other.n_cpu_moe}"
+        return self.decided(Decision(f"layers on {self.device}", chosen, gain, over, why=why))
 
     def suits(self, device: ResolvedDevice) -> bool:
         """Whether the device has about as much free memory as when this was measured."""

@@ -76,8 +76,8 @@ def open_session(config: EngineConfig, *, draft_model: Model | None = None, run:
         notes += [] if choice.kept else [f"The layers were {choice.when}."]
     else:
         session.layer_choice = choice
-        session.info = replace(session.info, layers=choice.sentence())
-        session.info.notes.append(Notification(session.info.layers, choice.level))
+        level = Level.NOTICE if choice.kept else Level.WARNING
+        session.info.notes.append(Notification(choice.decision.sentence(), level))
     session.info.notes.extend(notes)
     return session
 

@@ -340,7 +340,7 @@ class Session(Closing):
         )
         if self.placement is not None:
             self.placement.follow(self.target)
-        self.info = replace(self.info, n_whole_layers=0, layers="", **_cache_fields(None))
+        self.info = replace(self.info, n_whole_layers=0, **_cache_fields(None))
         assert self._loop is not None
         self._loop.replace_target(self.target)
 
@@ -374,7 +374,9 @@ class Session(Closing):
                 raise
             stays = True  # lost since the last step: nothing is measured, the CPU computes all experts
         placement.postponed = None
-        self.info.notes.extend(run.notes)
+        decided = {note.partition(":")[0] for note in run.notes}
+        kept = [note for note in self.info.notes if note.partition(":")[0] not in decided]  # not decided anew
+        self.info.notes[:] = [*kept, *run.notes]
         if not stays:
             self.run.say(run.notes[-1], Level.WARNING)
             placement.close()  # its memory is given back

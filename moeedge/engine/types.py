@@ -303,7 +303,6 @@ class EngineInfo:
     policy: str = figure("Policy of expert placement, or none")
     notes: list[str] = figure("What was chosen, and what is off or slower, in sentences", default_factory=list)
     n_whole_layers: int = figure("Of the layers with experts, those on a GPU entirely", default=0, key="whole_layers")
-    layers: str = ""  # how a GPU was divided between them and the cache, and what that beat; empty: nothing to choose
     cache_ratio: float = figure("Share of all experts that have a slot", default=0.0, most=1)
     cache_slots: int = figure("Slots for experts", default=0)
     pool_bytes: int = figure("Memory of the slots", "bytes", default=0)

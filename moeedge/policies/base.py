@@ -23,6 +23,7 @@ from moeedge.errors import require
 from moeedge.experts import BoolArray, FloatArray, IndexArray, IntArray, Resident
 from moeedge.policies.cost_model import CostModel
 from moeedge.records import figure
+from moeedge.run import Decision
 from moeedge.speculation import check_gamma
 
 # MoE-SpAc, Table 4
@@ -197,6 +198,13 @@ class LookaheadStatus:
     gain: float | None = figure("Hits with it over those without, minus 1; null: not judged", default=None, least=None)
     reason: str = figure("Why it is not used, a clause; empty where it is", default="")
     reads_drafts: bool = figure("Whether plans read the drafts", default=True)
+
+    @property
+    def decision(self) -> Decision:
+        """Whether experts are predicted from the draft; compares hits."""
+        if self.gain is None:
+            return Decision.switch("lookahead", self.used, None, self.reason)
+        return Decision.switch("lookahead", self.used, 1 + self.gain, "measured", self.reason, "as many hits")
 
 
 class Policy:

@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass
 
 from moeedge.records import figure
+from moeedge.run import Decision
 from moeedge.scheduler.governor import GAMMA_MAX, TrialCredit, VerificationTime
 
 _N_WARM = 32  # steps before the first trial, in which the cache fills
@@ -35,6 +36,12 @@ class CacheChoice:
     is_trial: bool = figure("Whether that is a trial", default=False)
     pays: bool = figure("Whether steps are faster with it, trials aside", default=True)
     gain: float | None = figure("Speed with the cache over that without; null: being measured", default=None)
+
+    @property
+    def decision(self) -> Decision:
+        """Whether the cache is on, trials aside."""
+        why = "" if self.pays else "tried again from time to time"
+        return Decision.switch("expert cache", self.pays, self.gain, "measured" if self.gain else "being measured", why)
 
 
 class CacheGovernor:

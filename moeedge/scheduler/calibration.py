@@ -9,9 +9,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from datetime import date
 from enum import IntEnum
 from glob import escape
 from importlib.metadata import version
@@ -30,7 +31,7 @@ from moeedge.native.abi import DevicePath, PrefillPath
 from moeedge.native.cache import ExpertCache
 from moeedge.policies.cost_model import CostModel
 from moeedge.records import plain
-from moeedge.run import Level
+from moeedge.run import Decision, Level
 from moeedge.scheduler.config import PlacementConfig
 from moeedge.scheduler.sizing import emulated_threads
 from moeedge.schemas import read_json
@@ -46,20 +47,23 @@ class Measurement:
     """What is measured once under some conditions, decides something, and is kept for later runs."""
 
     seconds: float  # that measuring took
-    from_file: bool = field(default=False, compare=False, metadata=UNKEPT)  # measured in an earlier run
+    kept_from: str = field(default="", compare=False, metadata=UNKEPT)  # date of an earlier run; empty: this one's
     kept: bool = field(default=True, compare=False, metadata=UNKEPT)  # False: the cache folder cannot be written
 
     @property
     def when(self) -> str:
-        """The end of the line that shows a decision: when it was measured, and whether it will be again."""
-        when = "measured before" if self.from_file else f"measured in {self.seconds:.{int(self.seconds < 10)}f} s"
-        again = "" if self.kept else ", and again in the next run: it cannot be saved (folder: MOEEDGE_CACHE)"
-        return when + again
+        """The basis of its decisions."""
+        return f"measured {self.kept_from or f'in {self.seconds:.{int(self.seconds < 10)}f} s'}"
 
     @property
     def level(self) -> Level:
-        """How much that line asks for attention."""
+        """How much a decision asks for attention."""
         return Level.INFO if self.kept else Level.WARNING
+
+    def decided(self, decision: Decision) -> Decision:
+        """The decision with its basis, and whether that will be measured again."""
+        again = "" if self.kept else "measured again in the next run: it cannot be saved (folder: MOEEDGE_CACHE)"
+        return replace(decision, basis=self.when, why="; ".join(filter(None, [decision.why, again])))
 
 
 def keep(measured: _Measured, find_file: Callable[[], Path]) -> _Measured:
@@ -83,10 +87,11 @@ def measurement_files(name: str) -> list[Path]:
     return sorted(files, key=lambda file: (file.stat().st_mtime_ns, file.name))
 
 
-def read_measurement(kind: type[Kept], find_file: Callable[[], Path]) -> Kept | None:
+def read_measurement(kind: type[_Measured], find_file: Callable[[], Path]) -> _Measured | None:
     """The measurement that an earlier run kept in the file; None where there is none, or nothing usable."""
     with suppress(OSError, ValueError):
-        return parse_measurement(kind, find_file().read_text(encoding="utf-8"))
+        measured = parse_measurement(kind, (file := find_file()).read_text(encoding="utf-8"))
+        return replace(measured, kept_from=date.fromtimestamp(file.stat().st_mtime).isoformat())
     return None
 
 
@@ -136,7 +141,7 @@ def _parsed(kind: Any, value: Any) -> Any:
         types = get_type_hints(kind)
         require(value.get("schema") == getattr(kind, "SCHEMA", None), "this measurement is of another version")
         values = {name: _parsed(types[name], value[name]) for name in _kept_names(kind) if name in value}
-        return make(**values, **({"from_file": True} if "from_file" in types else {}))
+        return make(**values)
     if origin is UnionType:
         return None if value is None else _parsed(inner[0], value)
     if origin is dict:
@@ -151,10 +156,13 @@ def _parsed(kind: Any, value: Any) -> Any:
 
 
 _MARGIN = 0.97  # of the CPU's time, that another path of prefill must beat
-_PATH_TEXTS = {
-    PrefillPath.CPU: "the CPU computes",
-    PrefillPath.RESIDENT: "the device computes the experts that it holds",
-    PrefillPath.STREAM: "the device computes all experts",
+_PATH_TEXTS: dict[Any, str] = {
+    PrefillPath.CPU: "cpu (no experts on the device)",
+    PrefillPath.RESIDENT: "resident (those experts on the device that it holds)",
+    PrefillPath.STREAM: "stream (all experts on the device)",
+    DevicePath.PAIRS: "pairs (a product for each token and expert)",
+    DevicePath.COLUMNS: "columns (a product for all tokens)",
+    DevicePath.AHEAD: "ahead (before the CPU knows the experts)",
 }
 
 
@@ -196,18 +204,44 @@ class Calibration(Measurement):
         cpu_ts = self.prefill_ts.get(PrefillPath.CPU, 0.0)
         return PrefillPath(best) if self.prefill_ts.get(best, 0.0) * _MARGIN > cpu_ts else PrefillPath.CPU
 
-    def sentence(self, *, emulated: bool, prefill: PrefillPath) -> str:
-        """One line for the user; `prefill` is the path in use."""
-        parts = []
-        if self.units is not None:
-            cpu_us, device_us = self.units.cpu_expert_s[1] * 1e6, self.units.device_expert_s[1] * 1e6
-            times = f"{cpu_us:.0f} us on the CPU, {device_us:.0f} us on the device"
-            parts.append(f"an expert takes {times}, {self.units.transfer_expert_s * 1e6:.0f} us to move")
-        step, other = "a step with the cache has", "one without"
-        if emulated:
-            step, other = "this is emulation on the CPU's own cores:", "plain decoding"
-        parts += [f"{step} {self.speed:.2f} times the speed of {other}", f"for prompts {_PATH_TEXTS[prefill]}"]
-        return f"Expert times: {'; '.join([*parts, self.when])}."
+    @property
+    def times(self) -> str:
+        """A sentence on an expert's times; empty without any."""
+        if self.units is None:
+            return ""
+        cpu_us, device_us = self.units.cpu_expert_s[1] * 1e6, self.units.device_expert_s[1] * 1e6
+        where = f"{cpu_us:.0f} us on the CPU, {device_us:.0f} us on the device"
+        return f"An expert takes {where}, {self.units.transfer_expert_s * 1e6:.0f} us to move."
+
+    def cache_decision(self, *, is_on: bool, emulated: bool) -> Decision:
+        """Whether the cache is in use from the start."""
+        why = "this is emulation on the CPU's own cores (-dev none: without)" if emulated else ""
+        if not self.pays and not emulated:
+            hint = "--cache-ratio R or --vram SIZE keeps it on, moeedge calibrate measures again"
+            why = "given by the user" if is_on else hint
+        return self.decided(Decision.switch("expert cache", is_on, self.speed, "", why))
+
+    def path_decisions(
+        self, prefill: PrefillPath = PrefillPath.AUTO, device: DevicePath | None = None, *, given: str = ""
+    ) -> Iterator[Decision]:
+        """How the device computes small batches, and prompts: as `prefill` and `device` say, whose basis is `given`."""
+        device_speeds = {path: 1 / seconds for path, seconds in self.device_path_s.items()}
+        paths: tuple[tuple[str, Any, Any, dict[Any, float]], ...] = (
+            ("device path", device, self.device_path, device_speeds),
+            ("prefill path", None if prefill is PrefillPath.AUTO else prefill, self.prefill_path, self.prefill_ts),
+        )
+        for what, asked, best, speeds in paths:
+            path, basis = (best, "not compared") if asked is None else (asked, given or "given by the user")
+            others, gain, over, why = [each for each in speeds if each != path], None, "", ""
+            if others and path in speeds:
+                other = max(others, key=lambda each: speeds[each])
+                gain, over = speeds[path] / speeds[other], _PATH_TEXTS[other].split()[0]
+                if asked is None:
+                    basis, why = self.when, "" if gain >= 1 else f"another must be {1 / _MARGIN - 1:.0%} faster"
+            yield Decision(what, _PATH_TEXTS[path], gain, over, basis, why)
+
+
+UNMEASURED = Calibration(units=None, step_s={}, plain_step_s={}, prefill_ts={}, n_tokens=0, seconds=0.0)
 
 
 def calibration_file(

@@ -30,8 +30,9 @@ from moeedge.errors import ModelFileError
 from moeedge.llama import gguf_file
 from moeedge.llama.dense_weights import SplitWeights, ranges_by_file
 from moeedge.native.mapping import open_direct
-from moeedge.run import NO_PROGRESS, Progress, rotated
+from moeedge.run import NO_PROGRESS, Decision, Progress, rotated
 from moeedge.scheduler.calibration import Measurement, keep, measurement_file, read_measurement
+from moeedge.units import format_bytes, format_rate
 
 DEPTHS = (1, 2, 4, 8, 16)  # requests at a time
 PIECES_BYTES = tuple(2**exponent for exponent in range(16, 24))  # 64 KiB to 8 MiB
@@ -86,6 +87,15 @@ class DiskCalibration(Measurement):
         enough = [rate for rate in allowed if smooth[rate] >= _ENOUGH * limit]
         best = min(enough, key=lambda rate: (rate.depth, rate.piece_bytes))
         return replace(best, bytes_per_s=smooth[best])
+
+    def decision(self, depth: int = 1) -> Decision:
+        """The reads of `best_from`, at least `depth` at a time, compared with one at a time of the same size."""
+        best = self.best_from(depth)
+        size, n, why = format_bytes(best.piece_bytes), max(depth, best.depth), "the fewest within 5 % of the fastest"
+        chosen = f"{n} of {size} at a time ({format_rate(best.bytes_per_s)})"
+        single = [each.bytes_per_s for each in self.rates if (each.depth, each.piece_bytes) == (1, best.piece_bytes)]
+        gain = best.bytes_per_s / single[0] if single else None
+        return self.decided(Decision("disk reads", chosen, gain, "one", why=why))
 
     @property
     def in_memory(self) -> bool:

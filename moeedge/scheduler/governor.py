@@ -36,12 +36,14 @@ from numpy.typing import NDArray
 
 from moeedge import speculation
 from moeedge.records import figure
+from moeedge.run import Decision
 from moeedge.scheduler.stopping import N_BINS, AcceptanceByConfidence, DraftStop, ExpectedGain, confidence_bin
 
 FloatArray = NDArray[np.float64]
 
 GAMMA_MAX = 16  # longer drafts are not considered
 FIRST = (2, 0, 4)  # the lengths of the first steps; the first one is not measured
+_FEW_STEPS = 16  # an estimate of fewer may be off by a factor
 
 
 def gain_of_better(z: float) -> float:
@@ -89,6 +91,18 @@ class DraftChoice:
     other: int = figure("The length next to the best: where drafts are off, the best one with drafts", default=0)
     other_speed_up: float = figure("Speed with that length over that of plain decoding", default=1.0)
     n_measured: int = figure("Steps that the estimates are made of", default=0)
+
+    @property
+    def decision(self) -> Decision:
+        """How long drafts are, or where they end, trials aside."""
+        what, chosen = "draft length", f"{self.best} of {self.gamma_max}" if self.best else "off"
+        if self.ends_early:
+            what, chosen = "draft end", "where another token does not pay"
+        if self.speed_up is None or self.n_measured < _FEW_STEPS:
+            return Decision(what, chosen, basis="being measured")
+        if self.best or self.ends_early:
+            return Decision(what, chosen, self.speed_up, "plain decoding", "by estimate")
+        return Decision(what, chosen, 1 / self.other_speed_up, f"drafts of {self.other}", "by estimate")
 
 
 def token_counts(most: int) -> list[int]:

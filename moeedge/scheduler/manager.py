@@ -257,11 +257,7 @@ class PlacementManager:
         self.governor.observe(n_tokens, seconds)
         choice = self.governor.choice
         if choice.pays != paid and choice.gain is not None:
-            text = f"on again: a step takes {choice.gain:.2f} times as long without it."
-            if not choice.pays:
-                text = f"off for now: a step takes {1 / choice.gain:.2f} times as long with it. "
-                text += "It is tried again from time to time."
-            self.run.report(f"The expert cache is {text}", Level.NOTICE)
+            self.run.report(choice.decision.sentence(), Level.NOTICE)
 
     def on_draft_token(self, tokens: Sequence[int]) -> None:
         """The draft has decoded the last of `tokens`: experts that are predicted by now move while it works on."""

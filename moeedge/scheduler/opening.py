@@ -20,9 +20,9 @@ from moeedge.native.abi import Phase, PrefillPath
 from moeedge.native.cache import IN_RAM, CacheConfig, ExpertCache, ExpertTensor
 from moeedge.policies.base import Policy
 from moeedge.policies.registry import POLICIES, ignored_ablations, make_policy, where_simulated
-from moeedge.run import Notification, Run
+from moeedge.run import Level, Notification, Run
 from moeedge.scheduler import ram_tier
-from moeedge.scheduler.calibration import Calibration
+from moeedge.scheduler.calibration import UNMEASURED, Calibration
 from moeedge.scheduler.config import PlacementConfig
 from moeedge.scheduler.manager import PlacementManager
 from moeedge.scheduler.microbench import CONTEXT_MIN, calibrate
@@ -133,12 +133,9 @@ class Opening:
             cache.set_readers(_TIER_READERS)
         postpones = postpones and calibration is None and self.target.n_ctx >= CONTEXT_MIN
         self._describe_placement(cache)
-        if config.device_path is not None:
-            cache.set_device_path(config.device_path)
         if calibration is None:
-            prefill = PrefillPath.CPU if config.prefill is PrefillPath.AUTO else config.prefill
-            cache.set_prefill(prefill, _PREFILL_TOKENS_MIN)
             self.run.warn(_describe_unmeasured(self.target, has_tier=ram is not None, postpones=postpones))
+            self._use_paths(UNMEASURED, cache, given="" if ram is None else "next to experts in RAM")
         elif not self._use(calibration, cache):
             return None, calibration
         # when memory of the device runs short, the cache gets fewer slots, unless the user gave its size
@@ -171,25 +168,23 @@ class Opening:
 
     def _use(self, calibration: Calibration, cache: ExpertCache) -> bool:
         """Sets what was measured to be fastest; whether the cache stays: it pays, was asked for, or is emulation."""
-        config, device = self.config, self.device
-        prefill = calibration.prefill_path if config.prefill is PrefillPath.AUTO else config.prefill
-        cache.set_prefill(prefill, _PREFILL_TOKENS_MIN)
-        cache.set_readers(calibration.n_readers)
-        cache.set_device_path(calibration.device_path)
-        sentence = calibration.sentence(emulated=device.kind == "emulated", prefill=prefill)
-        self.run.note(sentence, calibration.level)
-        if calibration.pays:
-            return True
-        is_on = self.keep or device.kind not in ("gpu", "rpc")
-        speed = f"{calibration.speed:.2f} times"
-        text = f"The expert cache on {device.label} does not pay: {speed} the speed without it."
-        if not is_on:
-            text = f"The expert cache is off, because steps are slower with it ({speed} the speed). "
-            text += "--cache-ratio R or --vram SIZE keeps it on, moeedge calibrate measures again."
-        elif device.kind == "emulated":
-            text = f"The emulated GPU costs speed: {speed} that of the CPU alone (-dev none)."
-        self.run.warn(text)
+        is_on = calibration.pays or self.keep or self.device.kind not in ("gpu", "rpc")
+        if calibration.times:
+            self.run.note(calibration.times)
+        decision = calibration.cache_decision(is_on=is_on, emulated=self.device.kind == "emulated")
+        self.run.note(decision.sentence(), calibration.level if calibration.pays else Level.WARNING)
+        if is_on:
+            cache.set_readers(calibration.n_readers)
+            self._use_paths(calibration, cache)
         return is_on
+
+    def _use_paths(self, measured: Calibration, cache: ExpertCache, given: str = "") -> None:
+        """Sets how the device computes: as the configuration says, whose basis is `given`, or else the fastest way."""
+        prefill, device_path = self.config.prefill, self.config.device_path
+        cache.set_prefill(measured.prefill_path if prefill is PrefillPath.AUTO else prefill, _PREFILL_TOKENS_MIN)
+        cache.set_device_path(measured.device_path if device_path is None else device_path)
+        for decision in measured.path_decisions(prefill, device_path, given=given):
+            self.run.note(decision.sentence())
 
     def _open_on_device(self) -> ExpertCache | None:
         """The cache on the device; None, with a note, where it has no room for an expert of every layer."""

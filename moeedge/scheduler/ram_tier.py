@@ -18,7 +18,7 @@ from moeedge.llama.context import Context
 from moeedge.llama.dense_weights import DenseWeights
 from moeedge.native.cache import ExpertCache
 from moeedge.policies.base import CacheShape, Observation
-from moeedge.run import Level, Run
+from moeedge.run import Decision, Level, Run
 from moeedge.scheduler.calibration import UNKEPT, measurement_file, parse_measurement, write_measurement
 from moeedge.scheduler.disk import read_kept
 from moeedge.scheduler.native_io import CacheStore, cache_shape
@@ -147,14 +147,13 @@ def describe_dense(dense: DenseWeights) -> str:
 
 def use_measured_readers(cache: ExpertCache, target: Context, run: Run) -> None:
     """Reads as `calibrate --disk` found best, but not with fewer threads than usual: they also copy what they read."""
-    measured = read_kept(target.model.path)
+    measured, n_threads = read_kept(target.model.path), cache.reader().n_threads
+    decision = Decision("disk reads", f"{n_threads} at a time", why="moeedge calibrate --disk measures the best")
     if measured is not None and not measured.in_memory:
-        n_threads = cache.reader().n_threads
         best = measured.best_from(n_threads)  # other pieces may be the best with fewer requests
-        n_threads = max(n_threads, best.depth)
-        cache.set_readers(n_threads, best.piece_bytes)
-        reading = f"{n_threads} threads read experts, in pieces of {format_bytes(best.piece_bytes)}"
-        run.note(f"{reading}, as moeedge calibrate --disk found best.")
+        cache.set_readers(max(n_threads, best.depth), best.piece_bytes)
+        decision = measured.decision(n_threads)
+    run.note(decision.sentence())
 
 
 def warm_start(cache: ExpertCache, target: Context, run: Run) -> KeptActivations:

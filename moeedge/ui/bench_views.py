@@ -17,7 +17,6 @@ from moeedge.bench.samples import RATIO_SCATTER, Spread
 from moeedge.hardware.host import BUSY
 from moeedge.policies.base import LookaheadStatus
 from moeedge.records import as_dict
-from moeedge.ui.figures import lookahead
 from moeedge.ui.plots import Point, lines_of
 from moeedge.ui.tables import (
     NONE,
@@ -236,7 +235,7 @@ def lookahead_lines(rows: Sequence[BenchRow]) -> list[str]:
     for row in rows:
         used, gain, reason = row.setup.lookahead_used, row.setup.lookahead_gain, row.setup.lookahead_reason
         if used is not None:
-            lines.append(f"{row.label}: lookahead {lookahead(LookaheadStatus(used, gain, reason or ''))}")
+            lines.append(f"{row.label}: {LookaheadStatus(used, gain, reason or '').decision.sentence()}")
     return lines
 
 

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from moeedge.scheduler.stats import PlacementStats
 
 NONE = "-"  # stands for a figure that is not known
-_FEW_STEPS = 16  # an estimate of fewer may be off by a factor
 _MIN_PROGRESS_S = 0.5  # of a prompt, before its end is estimated
 _STOP_NOTES: dict[StopReason | None, str] = {  # why an answer ended, unless the model ended it
     "length": "cut at -n tokens",
@@ -91,11 +90,14 @@ def time_figures(stats: PlacementStats) -> list[FigureRow]:
     return shares(parts_s, stats.decode_s)
 
 
-def lookahead(status: LookaheadStatus) -> str:
-    """Whether experts are predicted from the draft, and what that brings."""
-    if not status.used:
-        return f"off: {status.reason}" if status.reason else "off"
-    return "on" if status.gain is None else f"on, {100 * status.gain:+.0f} % hits"
+def decided(
+    decider: CacheChoice | DraftChoice | LookaheadStatus | None, rank: int, *, full: bool = False
+) -> list[FigureRow]:
+    """The row of a decision; none without a decider. full: with all that it tells, for which a panel has no room."""
+    if decider is None:
+        return []
+    decision = decider.decision
+    return [FigureRow(decision.what, decision.value if full else decision.short, rank=rank)]
 
 
 def time_text(parts: Sequence[FigureRow]) -> str:
@@ -155,14 +157,8 @@ def _disk_figures(stats: PlacementStats) -> list[FigureRow]:
     ]
 
 
-def cache_effect(choice: CacheChoice) -> str:
-    """Whether steps are computed with the cache, and their speed with it over that without."""
-    state = "on" if choice.pays else "off"
-    return f"{state}, measuring" if choice.gain is None else f"{state}, {choice.gain:.2f}x by measurement"
-
-
-def live_cache_figures(stats: PlacementStats) -> list[FigureRow]:
-    """The panel's figures of the cache; a small window drops the highest `rank` first."""
+def live_cache_figures(stats: PlacementStats, *, full: bool = False) -> list[FigureRow]:
+    """The panel's figures of the cache; a small window drops the highest `rank` first. full: as in `decided`."""
     ram, from_disk, in_ram = stats.ram, not stats.is_device, list[FigureRow]()
     if ram is not None and not ram.lost:  # next to a device; hits are of the pairs that it does not compute
         slots = f"{ram.slots_used}/{ram.slots_total}, {format_bytes(ram.pool_bytes)}"
@@ -171,7 +167,7 @@ def live_cache_figures(stats: PlacementStats) -> list[FigureRow]:
         return [*tier_states(stats), *in_ram]
     shown = [
         *tier_states(stats),
-        FigureRow("cache speed", "" if stats.choice is None else cache_effect(stats.choice), rank=2),
+        *decided(stats.choice, 2, full=full),
         *(_disk_figures(stats) if from_disk else [FigureRow("pair hits", percent(stats.hit_rate_pairs))]),
         FigureRow("expert hits", percent(stats.hit_rate_experts), rank=4 if from_disk else 1),
         FigureRow("slots", f"{stats.slots_used}/{stats.slots_total}", rank=2),
@@ -181,7 +177,7 @@ def live_cache_figures(stats: PlacementStats) -> list[FigureRow]:
         memory_figure(stats),
         FigureRow("", "", draw=lambda columns: share_line(time_figures(stats), columns), rank=3),
         FigureRow("tau", tau_text(stats.tau), rank=2),
-        FigureRow("lookahead", "" if stats.lookahead is None else lookahead(stats.lookahead), rank=5),
+        *decided(stats.lookahead, 5, full=full),
     ]
     return [figure for figure in shown if figure.value or figure.draw] + in_ram
 
@@ -204,7 +200,7 @@ def cache_rows(stats: PlacementStats) -> list[FigureRow]:
         busy = f"{percent(min(stats.device_s / stats.decode_s, 1))} of that time"
     return [
         FigureRow("cache", f"{stats.device}, ratio {stats.cache_ratio:.2f}, policy {stats.policy}"),
-        *(figure for figure in live_cache_figures(stats) if figure.value),
+        *(figure for figure in live_cache_figures(stats, full=True) if figure.value),
         *known_figures({"moved": format_bytes(stats.bytes_moved), "time": time_text(parts), "device busy": busy}),
     ]
 
@@ -215,18 +211,16 @@ def turn_line(
     """The line after an answer: length, speed, wait, drafts; and what is lossy, off or cut short."""
     if reason == "interrupted" and stats.ttft_s == 0:
         return f"stopped after {_computed(stats)} of the prompt"
-    choice, wait_s = stats.choice, stats.ttft_s
+    wait_s, choices = stats.ttft_s, (None if stats.drafted else stats.choice, None if cache is None else cache.choice)
     wait = f"{wait_s:.0f} s" if wait_s >= 10 else f"{wait_s:.1f} s" if wait_s >= 0.1 else seconds(wait_s)
-    is_off = choice is not None and choice.best == 0 and choice.n_measured >= _FEW_STEPS
-    off = "drafts off, they do not pay here" if is_off else ""
-    is_without_cache = cache is not None and cache.choice is not None and not cache.choice.pays
+    decisions = [choice.decision for choice in choices if choice is not None]
     return _joined(
         _tokens(stats.generated_tokens),
         speed(stats.tg_ts) if stats.tg_ts > 0 else "",
         f"first after {wait}" if wait_s > 0 else "",
-        f"{percent(stats.acceptance_rate)} of drafts accepted" if stats.drafted else off,
+        f"{percent(stats.acceptance_rate)} of drafts accepted" if stats.drafted else "",
         budget(info),
-        "expert cache off, it does not pay here" if is_without_cache else "",
+        *(f"{each.what} {each.short}" for each in decisions if each.chosen == "off" and each.gain is not None),
         _STOP_NOTES.get(reason, ""),
     )
 
@@ -243,17 +237,6 @@ def _computed(stats: GenerationStats) -> str:
     """Tokens computed of the prompt, and of how many where it was stopped before its end."""
     n = stats.prompt_tokens - stats.cached_tokens
     return _tokens(n) if stats.prefill_tokens == n else f"{stats.prefill_tokens:,} of {_tokens(n)}"
-
-
-def draft_length(choice: DraftChoice) -> str:
-    """The draft length that pays by what steps have cost, and how much; trials of others are left out."""
-    if choice.speed_up is None or choice.n_measured < _FEW_STEPS:
-        return "measuring"
-    if choice.ends_early:
-        return f"as many as pay, {choice.speed_up:.2f} times the speed without, by estimate"
-    if choice.best == 0:
-        return f"off, {choice.other} would give {choice.other_speed_up:.2f} times the speed, by estimate"
-    return f"{choice.best} of {choice.gamma_max}, {choice.speed_up:.2f} times the speed without, by estimate"
 
 
 def experts(info: EngineInfo, stats: GenerationStats) -> str:
@@ -281,7 +264,7 @@ def answer_rows(
     elif not info.gamma:
         texts["drafts"] = "off"
     if stats.choice is not None:
-        texts["draft length"] = draft_length(stats.choice)
+        texts[stats.choice.decision.what] = stats.choice.decision.value
         texts["drafts by n-grams"] = f"in {stats.ngram_steps} of {stats.steps} steps" if stats.ngram_steps else ""
     if stats.experts_per_verification is not None:
         texts["experts per layer and step"] = experts(info, stats)
@@ -361,7 +344,7 @@ def live_figures(
     if cache.lost:
         return shown
     if cache.choice is not None and not cache.choice.pays:
-        return [*shown, FigureRow("expert cache", "off, it does not pay", rank=2)]
+        return [*shown, *decided(cache.choice, rank=2)]
     shown.append(FigureRow(f"experts {cache.place}", percent(cache.hit_rate_pairs), rank=2))
     if parts := time_figures(cache):
         shown.append(FigureRow("", "", draw=lambda columns: share_line(parts, columns), rank=3))
@@ -373,7 +356,7 @@ def _details(info: EngineInfo, stats: GenerationStats) -> list[FigureRow]:
     shown = [
         FigureRow("prompt", speed(stats.pp_ts), rank=4),
         FigureRow("first token", seconds(stats.ttft_s), rank=5),
-        FigureRow("draft length", "" if stats.choice is None else draft_length(stats.choice), rank=3),
+        *decided(stats.choice, rank=3),
         FigureRow("tokens/step", NONE if stats.tokens_per_step is None else f"{stats.tokens_per_step:.2f}", rank=3),
         FigureRow("experts/step", experts(info, stats), rank=5),
         FigureRow("experts", info.place or "on the CPU", rank=2),

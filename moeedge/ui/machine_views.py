@@ -16,7 +16,7 @@ from rich.text import Text
 from moeedge.policies.cost_model import CostModel, expert_seconds
 from moeedge.ui.console import visible
 from moeedge.ui.tables import Column, print_table, text_column, value_columns
-from moeedge.units import format_bytes, format_rate
+from moeedge.units import format_bytes
 
 if TYPE_CHECKING:
     from moeedge.bench.budget_choice import BudgetChoice
@@ -113,11 +113,7 @@ def print_disk(found: DiskCalibration, console: Console) -> None:
     rows = [(name(size), *(rates[size, depth] for depth in depths)) for size in pieces]
     columns = [text_column("MB/s, requests at a time", 0), *value_columns(depths, ".0f", scale=1e-6)]
     print_table(console, columns, rows)
-    best = found.best
-    console.print(
-        f"Best: {best.depth} requests of {_size(best.piece_bytes)} at a time, {format_rate(best.bytes_per_s)} "
-        f"with their neighbours in the table; the fewest that reach 95 % of the highest rate; {found.when}."
-    )
+    console.print(found.decision().sentence(), soft_wrap=True)
     if found.in_memory:
         console.print(f"{found.file_system} keeps its files in memory: these are not the rates of a disk.")
     elif not found.direct:
@@ -148,7 +144,8 @@ def print_calibration(calibration: Calibration, info: EngineInfo, console: Conso
     if calibration.prefill_ts:
         columns = [text_column("prompts", 0), *value_columns(list(calibration.prefill_ts), ".0f")]
         print_table(console, columns, [("t/s", *calibration.prefill_ts.values())])
-        console.print(f"Chosen for prompts: {calibration.prefill_path}.")
+    for decision in calibration.path_decisions():
+        console.print(decision.sentence(), soft_wrap=True)
 
 
 def _print_cost_model(costs: CostModel, console: Console) -> None:
@@ -176,4 +173,4 @@ def print_budget_choice(choice: BudgetChoice, console: Console) -> None:
         Column("experts/layer", "experts", ".1f"),
     ]
     print_table(console, columns, choice.trials)
-    console.print(choice.sentence(), soft_wrap=True)
+    console.print(choice.decision.sentence(), soft_wrap=True)

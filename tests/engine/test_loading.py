@@ -156,12 +156,14 @@ CHOICE = LayerChoice(device="GPU0", n_layers=48, splits=(CACHE, WHOLE, BETWEEN),
 
 def test_the_fastest_is_chosen_and_compared_with_whole_layers() -> None:
     assert CHOICE.best is BETWEEN and CHOICE.whole_only is WHOLE
-    said = CHOICE.sentence()  # others are in tests/outputs/choices.py
-    assert "6 of 48 layers" in said and "1,100 experts" in said and "1.32 times" in said and "--n-cpu-moe 34" in said
+    decision = CHOICE.decision
+    assert (decision.chosen, decision.over) == ("6 of 48 and 1,100 experts", "--n-cpu-moe 34")
+    assert decision.gain == pytest.approx(33 / 25) and decision.basis == "measured in 31 s"
     stock = replace(CHOICE, splits=(CACHE, replace(WHOLE, step_s=0.020), BETWEEN))
-    assert stock.best.n_slots == 0 and "without a cache" in stock.sentence() and "1.25 times" in stock.sentence()
-    alone = replace(CHOICE, splits=(CACHE,))
-    assert alone.whole_only is None and "did not fit" in alone.sentence() and "times" not in alone.sentence()
+    decision = stock.decision
+    assert (decision.chosen, decision.gain, decision.over) == ("14 of 48", pytest.approx(1.25), "6 and 1,100")
+    decision = replace(CHOICE, splits=(CACHE,)).decision
+    assert (decision.chosen, decision.gain) == ("0 of 48 and 1,900 experts", None) and "did not fit" in decision.why
 
 
 @pytest.mark.usefixtures("cache_folder")
@@ -169,7 +171,8 @@ def test_it_is_kept_for_this_configuration_and_memory(tiny_moe: Path) -> None:
     config = EngineConfig(model=tiny_moe)
     assert read_choice(config, GPU) is None
     write_measurement(choice_file(config, GPU), CHOICE)
-    assert read_choice(config, GPU) == replace(CHOICE, from_file=True)
+    kept = read_choice(config, GPU)
+    assert kept == CHOICE and kept.kept_from
     placements = [{"prefill": PrefillPath.CPU}, *({"device_path": path} for path in DevicePath)]
     others: list[dict[str, Any]] = [{"gamma": 8}, {"n_batch": 512}]
     others += [{"placement": PlacementConfig(**changes)} for changes in placements]

@@ -170,8 +170,8 @@ def _budgets() -> Iterator[tuple[str, Any]]:
         ]
         kind = ("tasks", "likelihood")[number % 2]
         about = {"score_kind": kind, "calibrated_on": "sample", "gamma": 4, "seconds": 12.5}
-        choice = where.BudgetChoice(trials=(base, *trials), **about, from_file=number % 3 == 0)
-        yield f"budget {number}", plain([choice.best, choice.allowed, choice.least_score, choice.sentence()])
+        choice = where.BudgetChoice(trials=(base, *trials), **about, kept_from="2026-11-28" * (number % 3 == 0))
+        yield f"budget {number}", plain([choice.best, choice.allowed, choice.least_score, choice.decision.sentence()])
     for used in (1, 2, 4, 8):
         yield f"budgets of {used}", plain([where.candidate_budgets(used, n) for n in (1.0, 8.5, 24.0, 61.3, 128.0)])
     scores = [[float((i * k) % 3 > 0) for i in range(k + 5)] for k in range(1, 12)]

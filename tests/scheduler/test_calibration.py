@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import BackendError
 from moeedge.llama.context import Context
-from moeedge.native.abi import DevicePath, PrefillPath
+from moeedge.native.abi import DevicePath
 from moeedge.native.cache import ExpertCache
 from moeedge.run import Level, Notification, Run, is_warning
 from moeedge.scheduler.calibration import (
@@ -77,8 +78,9 @@ def test_measured_once_and_kept(pair: Pair) -> None:
         assert has_note(session, "Expert times were not measured", "a context of 64 tokens is too short")
     with Session.open(config(pair)) as session:
         first = session.calibration
-        assert not first.from_file and len(files()) == 1
-        assert has_note(session, "measured in ", "emulation")
+        assert not first.kept_from and len(files()) == 1
+        decisions = [first.cache_decision(is_on=True, emulated=True), *first.path_decisions()]
+        assert {decision.sentence() for decision in decisions} <= set(session.info.notes)
         # measuring leaves no trace
         stats = session.placement_stats()
         assert (stats.slots_used, stats.uploads, stats.pairs, stats.blocks, stats.steps) == (0, 0, 0, 0, 0)
@@ -86,19 +88,19 @@ def test_measured_once_and_kept(pair: Pair) -> None:
         check_figures(first)
     for calibrate in (True, False):
         with Session.open(config(pair, calibrate=calibrate)) as session:
-            assert session.calibration == replace(first, from_file=True, units=session.calibration.units)
-            assert has_note(session, "measured before")
+            assert session.calibration == replace(first, units=session.calibration.units)
+            assert session.calibration.kept_from == date.today().isoformat()
     (file,) = files()
     file.write_text("{}")  # damaged: measured again
     for changes, n_files in (({}, 1), ({"measure_anew": True}, 1), ({"gamma": 2}, 2)):
         with Session.open(config(pair, **changes)) as session:
-            assert not session.calibration.from_file and len(files()) == n_files
+            assert not session.calibration.kept_from and len(files()) == n_files
 
 
 def test_json_keeps_everything() -> None:
     units = cost_model(1e-5, 2e-5, 1e-4, draft_token_s=1e-3, block_overhead_s=1e-5, layer_rest_s=2e-4)
     read = parse_measurement(Calibration, measurement_json(made(units=units)))
-    assert replace(read, units=None) == made(from_file=True)
+    assert replace(read, units=None) == made()
     assert kept_fields(read.units) == kept_fields(units)
     other_version = json.dumps(kept_fields(made()) | {"schema": 0})
     for text in ("", "[]", "{}", "1", "no JSON", json.dumps({"schema": 1, "units": 3}), other_version):
@@ -116,10 +118,24 @@ def test_whether_it_pays_is_judged_by_a_verification() -> None:
     assert made().speed == pytest.approx(0.9) and not made().pays
     assert made(n_tokens=1).pays
     assert made(step_s={}, plain_step_s={}).speed == 1
-    said = made().sentence(emulated=True, prefill=PrefillPath.CPU)
-    assert "emulation on the CPU's own cores: 0.90 times the speed of plain decoding" in said
-    assert "for prompts the CPU computes" in said
-    assert "emulation" not in made().sentence(emulated=False, prefill=PrefillPath.STREAM)
+    for is_on, emulated, gain, why in (
+        *((True, True, 0.9, "emulation"), (True, False, 0.9, "given by the user"), (False, False, 1 / 0.9, "--vram")),
+    ):
+        decision = made().cache_decision(is_on=is_on, emulated=emulated)
+        assert (decision.chosen, decision.gain) == ("on" if is_on else "off", pytest.approx(gain))
+        assert why in decision.why
+
+
+def test_paths_are_compared_with_the_fastest_other_one() -> None:
+    times_s = {DevicePath.PAIRS: 0.02, DevicePath.COLUMNS: 0.015, DevicePath.AHEAD: 0.01}
+    device, prefill = made(device_path_s=times_s).path_decisions()
+    assert (device.chosen.split()[0], device.over, device.gain) == ("ahead", "columns", pytest.approx(1.5))
+    assert (prefill.chosen.split()[0], prefill.over, prefill.gain) == ("cpu", "resident", pytest.approx(1 / 1.01))
+    assert device.basis == prefill.basis == "measured in 1.5 s" and "must be 3% faster" in prefill.why
+    for given, gain in ((DevicePath.PAIRS, 0.5), (None, None)):
+        device, _ = made(device_path_s=times_s if given is not None else {}).path_decisions(device=given)
+        assert (device.chosen.split()[0], device.gain) == ("pairs", gain)
+        assert device.basis == ("not compared" if given is None else "given by the user")
 
 
 def test_streaming_is_compared_over_a_full_graph_and_need_not_be_kept(
@@ -174,7 +190,7 @@ def test_a_gpus_ways_of_computing_are_compared(pair: Pair, counting: CountingDev
         assert set(found.device_path_s) == set(DevicePath)
         assert found.device_path_s[found.device_path] == min(found.device_path_s.values()) == found.step_s[5]
     with Session.open(settings) as session:
-        assert session.calibration.from_file
+        assert session.calibration.kept_from
         assert session.calibration.device_path_s == found.device_path_s
     placement = replace(settings.placement, device_path=DevicePath.COLUMNS)
     with Session.open(replace(settings, placement=placement)) as session:
@@ -194,7 +210,7 @@ def check_postponed(session: Session, expected: list[int]) -> Calibration | None
     assert session.calibration is None and files() == [], "cancelled: left for later"
     session.measure_postponed(Run())
     first = session.calibration
-    assert not first.from_file and len(files()) == 1
+    assert not first.kept_from and len(files()) == 1
     if session.placement is not None:
         counted = session.placement_stats() - before
         assert (counted.uploads, counted.pairs, counted.blocks, counted.steps) == (0, 0, 0, 0)
@@ -210,7 +226,8 @@ def test_what_is_postponed_is_measured_after_an_answer(pair: Pair) -> None:
     with Session.open(config(pair, calibrate_later=True)) as session:
         first = check_postponed(session, expected)
     with Session.open(config(pair, calibrate_later=True)) as session:
-        assert session.calibration == replace(first, from_file=True, units=session.calibration.units)
+        assert session.calibration == replace(first, units=session.calibration.units)
+        assert session.calibration.kept_from
 
 
 def postponed(pair: Pair) -> EngineConfig:
@@ -238,7 +255,7 @@ def test_a_gpu_is_measured_after_the_first_answer(
         assert (session.placement is not None) == pays == (session.info.device != "none")
         assert any(is_warning(note) for note in said) != pays
     with Session.open(postponed(pair)) as session:  # what is known is used at once
-        assert session.calibration.from_file
+        assert session.calibration.kept_from
         assert (session.placement is not None) == pays
         assert answer(session) == expected
 

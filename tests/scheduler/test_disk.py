@@ -77,9 +77,9 @@ def test_the_page_cache_is_emptied_where_it_cannot_be_bypassed(
 def test_figures_are_kept_by_disk(wide: Path, tiny_moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert disk.read_kept(wide) is None
     found = quick(wide)
-    assert found.kept and not found.from_file
+    assert found.kept and not found.kept_from
     kept = disk.read_kept(tiny_moe)  # on the same disk
-    assert kept == found and kept.from_file
+    assert kept == found and kept.kept_from
     disk.calibration_file(wide).write_text("{}", encoding="utf-8")
     assert disk.read_kept(wide) is None
     (tmp_path / "file").touch()  # a folder that cannot be written
@@ -101,6 +101,9 @@ def test_the_best_has_few_and_small_requests() -> None:
     # more requests need smaller pieces
     assert found.best_from(4) == ReadRate(4, 2**19, 1e9, 1)
     assert found.best_from(16) == found.best
+    decision = found.decision(4)
+    assert (decision.chosen, decision.over) == ("4 of 512 KiB at a time (1 GB/s)", "one")
+    assert decision.gain == pytest.approx(1e9 / limits[1, 2**19])
     one = replace(found, rates=rates[:1])
     assert one.best == rates[0]
     assert parse_measurement(DiskCalibration, measurement_json(found)) == found

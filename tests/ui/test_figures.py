@@ -15,6 +15,7 @@ from rich.console import Console
 from moeedge.engine.types import EngineInfo, GenerationStats
 from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.records import as_dict
+from moeedge.run import Decision
 from moeedge.scheduler.cache_governor import CacheChoice
 from moeedge.scheduler.governor import DraftChoice
 from moeedge.scheduler.stats import PlacementStats
@@ -77,10 +78,10 @@ def test_the_line_after_an_answer() -> None:
     assert figures.turn_line(info, stats, None) == "0 tokens"  # nothing measured is a dash, or left out
     assert figures.answer_rows(info, stats, None)[0].value == "0 tokens at -"
     choice = DraftChoice(gamma=0, gamma_max=16, best=0, speed_up=1.0, other=1, other_speed_up=0.9, n_measured=40)
-    assert figures.draft_length(choice) == "off, 1 would give 0.90 times the speed, by estimate"
+    assert choice.decision == Decision("draft length", "off", 1 / 0.9, "drafts of 1", "by estimate")
     stats = replace(STATS, drafted=0, accepted=0, choice=choice)
-    assert "drafts off" in figures.turn_line(INFO, stats, "eos")
-    assert "drafts off" not in figures.turn_line(INFO, replace(stats, choice=None), "eos")
+    assert "draft length off" in figures.turn_line(INFO, stats, "eos")
+    assert "draft length off" not in figures.turn_line(INFO, replace(stats, choice=None), "eos")
 
 
 def test_totals_are_sums_and_rates_of_sums() -> None:
@@ -198,12 +199,12 @@ def test_what_has_become_of_tiers_is_shown(stats: PlacementStats, lines: list[st
 
 def test_a_cache_that_does_not_pay() -> None:
     off = replace(CACHE, choice=CacheChoice(on=False, pays=False, gain=0.8))
-    assert FigureRow("cache speed", "off, 0.80x by measurement", rank=2) in figures.live_cache_figures(off)
+    (row,) = figures.decided(off.choice, rank=2)
     assert as_dict(off)["cache_choice"] == {"on": False, "is_trial": False, "pays": False, "gain": 0.8}
     assert "cache_choice" not in as_dict(CACHE)
     assert "expert cache off" in figures.turn_line(PLACED, STATS, "eos", off)
     live = figures.live_figures(PLACED, STATS, off, elapsed_s=1.0)
-    assert FigureRow("expert cache", "off, it does not pay", rank=2) in live
+    assert row.label == "expert cache" and row in live and row in figures.live_cache_figures(off)
 
 
 def test_the_panel_of_a_newcomer() -> None:

@@ -12,7 +12,7 @@ from rich.console import Console
 from moeedge.engine.types import EngineInfo
 from moeedge.hub.catalog import Starter, load_catalog
 from moeedge.policies.expert_budget import ExpertBudget
-from moeedge.run import Level, Notification
+from moeedge.run import Decision, Level, Notification
 from moeedge.ui.chat.greeting import details, print_greeting, print_header, print_warnings
 from tests.ui.test_figures import INFO
 
@@ -27,7 +27,7 @@ CACHED = replace(
     pool_bytes=3 << 20,
     notes=[
         Notification("Experts are cached on Vulkan0: 1,044 of 6,144 (17.0%, 3 MiB); policy spac."),
-        Notification("Measured in 0.5 s: a step with the cache has 1.40 times the speed of one without."),
+        Notification(Decision("expert cache", "on", 1.4, "without", "measured in 0.5 s").sentence()),
         WARNING,
     ],
 )
@@ -90,15 +90,15 @@ def test_a_toy_names_the_first_real_model() -> None:
 
 
 def test_a_gain_is_shown_where_it_was_measured() -> None:
-    assert "1.4 times as fast" in "\n".join(shown(CACHED, cache_speed=1.4))
+    assert "1.40 times as fast" in "\n".join(shown(CACHED, cache_speed=1.4))
     assert "times" not in "\n".join(shown(INFO, cache_speed=1.4))  # nothing is cached
 
 
 def test_quiet_keeps_warnings_and_what_is_lossy() -> None:
     notice = Notification("Experts are in RAM.", Level.NOTICE)
-    info = replace(CACHED, layers="12 are whole.", expert_budget=ExpertBudget(budget=16), notes=[notice, WARNING])
+    info = replace(CACHED, expert_budget=ExpertBudget(budget=16), notes=[notice, WARNING])
     budget, *others = printed(print_warnings, info)
-    assert "(lossy)" in budget and others == ["12 are whole.", notice, WARNING]
+    assert "(lossy)" in budget and others == [notice, WARNING]
     assert printed(print_warnings, info, quiet=True) == [budget, WARNING]
 
 

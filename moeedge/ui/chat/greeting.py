@@ -9,7 +9,7 @@ from rich.console import Console
 from moeedge import __version__
 from moeedge.engine.types import EngineInfo
 from moeedge.hub.catalog import Starter
-from moeedge.run import Level, Notification, is_warning
+from moeedge.run import Decision, Level, Notification, is_warning
 from moeedge.ui import figures
 from moeedge.ui.console import say
 from moeedge.ui.figures import FigureRow, known_figures
@@ -34,7 +34,7 @@ def print_greeting(
 
 
 def print_header(console: Console, info: EngineInfo, *, toy: bool, warnings: Sequence[str] = ()) -> None:
-    """A single answer's or profile's model, experts and drafts in one line, then a line per choice, notice, warning."""
+    """A single answer's or profile's model, experts and drafts in one line, then a line per notice and warning."""
     model = f"{info.model}, a toy" if toy else info.model
     experts = f"experts {_experts(info)}" if info.n_experts else ""
     say(console, " | ".join(filter(None, (model, experts, f"drafts {_drafts(info)}", figures.budget(info)))))
@@ -42,11 +42,11 @@ def print_header(console: Console, info: EngineInfo, *, toy: bool, warnings: Seq
 
 
 def print_warnings(console: Console, info: EngineInfo, warnings: Sequence[str] = (), *, quiet: bool = False) -> None:
-    """A line for a lossy budget, for each choice and notice, and for each warning; quiet: without choices."""
+    """A line for a lossy budget, for each notice, and for each warning; quiet: without notices."""
     notices = [note for note in info.notes if isinstance(note, Notification) and note.level is Level.NOTICE]
     effect = "answers may differ from the model's own" if info.gamma > 0 else "there are no drafts to verify"
     lossy = f"{figures.budget(info).replace('b', 'B', 1)}: {effect}." if info.expert_budget is not None else ""
-    for line in filter(None, [lossy, *([] if quiet else [info.layers, *notices])]):
+    for line in filter(None, [lossy, *([] if quiet else notices)]):
         say(console, line)
     for warning in [*warnings, *warnings_of(info)]:
         say(console, warning, style="yellow")
@@ -92,9 +92,8 @@ def _model_line(info: EngineInfo, *, toy: bool, starter: Starter | None) -> str:
 
 def experts_line(info: EngineInfo, cache_speed: float | None = None) -> str:
     """Where the experts are, how many of them and in how much memory, what that gains, and where drafts come from."""
-    has_gain = cache_speed is not None and info.cache_slots
-    gain = f", {cache_speed:.1f} times as fast as without, as measured" if has_gain else ""
-    experts = f"Experts: {_experts(info)}{gain}. " if info.n_experts else ""
+    known = (cache_speed, "without", "measured") if cache_speed is not None and info.cache_slots else ()
+    experts = f"{Decision('Experts', _experts(info), *known).sentence()}. " if info.n_experts else ""
     return f"{experts}Drafts: {_drafts(info)}."
 
 
