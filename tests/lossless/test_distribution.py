@@ -318,7 +318,7 @@ class _EndsEarly(DraftGovernor):
         self.by_source = Counter[str]()
         self.n_left_out = 0
 
-    def choose(self, ngram: float | None = None) -> DraftChoice:
+    def choose(self, ngram: float | None = None, n_texts: int = 1) -> DraftChoice:
         self._n_steps += 1
         self.stop = self._Likely()
         source: Any = "ngram" if ngram is not None and self._n_steps % 2 else "draft"

@@ -193,7 +193,7 @@ def test_an_adapter(tensors: tuple[str, ...], device: str, pair: tuple[Path, Pat
         changes_experts = any("exps" in name for name in tensors)
         if device != "none":
             assert (session.placement is None) == changes_experts
-            assert any("expert cache" in note for note in session.info.notes) == changes_experts
+            assert any("adapter changes experts" in note for note in session.info.notes) == changes_experts
         check(pair[0], answer(session), lora=path, lora_scale=0.5)
     with StockContext(pair[0], lora=path, lora_scale=0.5) as adapted, StockContext(pair[0]) as stock:
         assert stock.answer(PROMPT, N_PREDICT) != adapted.answer(PROMPT, N_PREDICT), "it acts"
