@@ -66,15 +66,19 @@ class Decision:
     @classmethod
     def switch(cls, what: str, on: bool, gain: float | None, *more: str) -> Decision:
         """Something that is on or off. gain: with it over without. more: the fields from `basis` on."""
-        times = 1 / gain if gain and not on else gain
+        times = None if not gain else gain if on else 1 / gain
         return cls(what, "on" if on else "off", times, "without" if on else "with it", *more)
 
     @property
     def value(self) -> str:
         """The sentence without its beginning."""
+        return f"{self.brief}; {self.why}" if self.why else self.brief
+
+    @property
+    def brief(self) -> str:
+        """The value without its last clause."""
         compared = "" if self.gain is None else f"{self._times} as {self.over}"
-        told = ", ".join(filter(None, [self.chosen, compared, self.basis]))
-        return f"{told}; {self.why}" if self.why else told
+        return ", ".join(filter(None, [self.chosen, compared, self.basis]))
 
     @property
     def short(self) -> str:

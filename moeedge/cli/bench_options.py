@@ -99,8 +99,8 @@ declare(
     --budget-ranking LIST  ... Several, separated by commas, are compared.
     --budget-policy LIST  ... Several, separated by commas, are compared.
     * --draft-max LIST  Tokens per draft (gamma); 0: no speculation; auto: as many as pay by what steps have cost.
-        Several, separated by commas, are compared. Default: auto for the mode moeedge, unless caches, budgets or texts
-        together are compared or perplexity is measured; otherwise the catalog's value for the model, or 4.
+        Several, separated by commas, are compared. Default: auto for the mode moeedge, unless caches or budgets are
+        compared or perplexity is measured; otherwise the catalog's value for the model, or 4.
     [Workload]
     * -p, --n-prompt LIST  Prompts of N random tokens: a row ppN for each N of the list (64,128 or 64-256*2); 0: none.
         Default: 512 without --dataset, none with it.

@@ -13,7 +13,7 @@ from moeedge.cli.engine_options import AUTO, BudgetOptions, CacheOptions, Engine
 from moeedge.cli.options import Output, declare, flatten
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
-from moeedge.run import Run
+from moeedge.run import Decision, Run
 
 declare(
     """
@@ -75,7 +75,9 @@ def show_calibration(config: EngineConfig, output: Output) -> None:
     err = stderr_console()
     with open_session(config, run=Run(notifier(err))) as session:
         info, calibration, choice = session.info, session.calibration, session.layer_choice
-    decisions = () if calibration is None or output is Output.JSON else calibration.path_decisions()
+    decisions, chosen = list[Decision](), config.placement
+    if calibration is not None and output is not Output.JSON:
+        decisions += calibration.path_decisions(chosen.prefill, chosen.device_path)
     on_stdout = {decision.sentence() for decision in decisions}
     for note in filter(lambda note: note not in on_stdout, info.notes):
         say(err, note)
@@ -90,7 +92,7 @@ def show_calibration(config: EngineConfig, output: Output) -> None:
         raise InputError("Nothing was measured: no device holds experts.", hint)
     if output is Output.TEXT:
         if calibration is not None:
-            print_calibration(calibration, info, stdout_console())
+            print_calibration(calibration, info, stdout_console(), decisions)
         return
     about = {
         "model": info.model,

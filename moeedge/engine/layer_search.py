@@ -73,7 +73,7 @@ def open_session(config: EngineConfig, *, draft_model: Model | None = None, run:
     except (EngineError, ModelFileError) as error:  # another program has taken the memory meanwhile
         session = Session.open(config, draft_model=draft_model, run=run)
         notes.append(f"{choice.best.n_whole} entire layers no longer fit {device.label}: {error.message}")
-        notes += [] if choice.kept else [f"The layers were {choice.when}."]
+        notes += [] if choice.kept else [f"The layers are {choice.again}."]
     else:
         session.layer_choice = choice
         level = Level.NOTICE if choice.kept else Level.WARNING

@@ -46,7 +46,7 @@ from moeedge.scheduler.calibration import Calibration
 from moeedge.scheduler.config import PlacementConfig
 from moeedge.scheduler.governor import GAMMA_MAX, DraftGovernor
 from moeedge.scheduler.manager import PlacementManager
-from moeedge.scheduler.opening import Opening, check_policy
+from moeedge.scheduler.opening import POSTPONED, Opening, check_policy
 from moeedge.scheduler.stats import PlacementStats, StepRecord
 
 # a prompt must leave room for an answer; llama.cpp's programs ask for the same
@@ -135,7 +135,7 @@ class Session(Closing):
             budget, notes = usable_budget(wanted, model.info, gamma=gamma, draft=chosen.name, n_parallel=n_texts)
             run.notes.extend(notes)
             usual_gamma = min(gamma, DEFAULT_GAMMA) if config.auto_gamma else gamma
-            placement, calibration = _open_placement(config, device, target, draft, usual_gamma, run)
+            placement, calibration = _open_placement(config, device, target, draft, (usual_gamma, gamma), run)
             if model.dense is not None and (placement is None or not placement.loads_on_demand):
                 let_experts_read_ahead(model.path)
             if placement is not None:
@@ -242,7 +242,8 @@ class Session(Closing):
     ) -> ParallelGeneration:
         """Answers several prompts, EngineConfig.n_parallel of them at a time; the others wait for one to end.
 
-        Each answer is that of `generate` for its prompt alone, and so are other parameters and errors. sampling: of all
+        Each greedy answer is that of `generate` for its prompt alone, others with a fixed draft length; so are other
+        parameters and errors. sampling: of all
         texts, or of each. `draft` and `gamma` are those of the session now.
         """
 
@@ -374,8 +375,9 @@ class Session(Closing):
                 raise
             stays = True  # lost since the last step: nothing is measured, the CPU computes all experts
         placement.postponed = None
-        decided = {note.partition(":")[0] for note in run.notes}
-        kept = [note for note in self.info.notes if note.partition(":")[0] not in decided]  # not decided anew
+        over = {POSTPONED, *(note.partition(":")[0] for note in run.notes)}  # or decided anew
+        over |= set() if stays else {"device path", "prefill path"}
+        kept = [note for note in self.info.notes if note.partition(":")[0] not in over]
         self.info.notes[:] = [*kept, *run.notes]
         if not stays:
             self.run.say(run.notes[-1], Level.WARNING)
@@ -433,9 +435,17 @@ def _at_most(n: int, limit: int | None) -> int:
 
 
 def _open_placement(
-    config: EngineConfig, device: ResolvedDevice, target: Context, draft: DraftSource, gamma: int, run: Run
+    config: EngineConfig,
+    device: ResolvedDevice,
+    target: Context,
+    draft: DraftSource,
+    gammas: tuple[int, int],
+    run: Run,
 ) -> tuple[PlacementManager | None, Calibration | None]:
-    """Opens the placement of experts, and what was measured for it; None where there is nothing to place."""
+    """Opens the placement of experts, and what was measured for it; None where there is nothing to place.
+
+    gammas: the usual draft length, and the longest.
+    """
     no_cache = config.layers_measured and config.placement.cache_ratio == 0
     if config.mode != "moeedge" or target.sensor is None or no_cache or adapts_experts(config.context.adapters):
         return None, None
@@ -448,7 +458,8 @@ def _open_placement(
         in_ram=in_ram,
         target=target,
         draft=draft.context if isinstance(draft, ModelDraft) else None,
-        gamma=gamma,
+        gamma=gammas[0],
+        gamma_max=gammas[1],
         keep=config.placement.has_size or config.layers_measured,
         run=run,
         has_draft_states=isinstance(draft, HeadDraft) and draft.kind.block is None,
@@ -471,7 +482,8 @@ def _next_to_device(config: EngineConfig) -> PlacementConfig:
 
 def _cache_fields(placement: PlacementManager | None) -> dict[str, Any]:
     if placement is None:
-        empty = {"cache_ratio": 0.0, "cache_slots": 0, "pool_bytes": 0, "vram_bytes": None}
+        empty: dict[str, Any] = {"is_device": True, "place": "", "cache_ratio": 0.0, "cache_slots": 0}
+        empty |= {"pool_bytes": 0, "vram_bytes": None}
         return {"device": "none", "policy": "none", **empty}
     tier, info = placement.first, placement.cache.info
     memory = tier.memory()

@@ -324,10 +324,11 @@ class SpeculativeLoop:
             assert self.counts is not None
             self.placement.after_verification(self.counts, *self._prompt)
         self._prompt = None
-        if self.governor is not None:
-            self.governor.begin_answer()
-        if self.placement is not None:
-            self.placement.begin_answer()
+        if len(self.texts) == 1:  # others go on as before: with texts that join all the time nothing would be measured
+            if self.governor is not None:
+                self.governor.begin_answer()
+            if self.placement is not None:
+                self.placement.begin_answer()
         text.draft.begin(text.history, run=self._watched)
 
     def place(self, text: TextState, index: int) -> None:

@@ -364,5 +364,5 @@ def _check(status: int) -> int:
     if status == Status.FILE_ERROR:
         raise ModelFileError(message)
     if status == Status.OUT_OF_MEMORY:
-        raise EngineError(message, "Ask for less with --vram, --ram or --cache-ratio.")
+        raise EngineError(message, "Ask for less with --vram, for experts in RAM with --ram, or with --cache-ratio.")
     raise BackendError(message)

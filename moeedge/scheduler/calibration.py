@@ -60,10 +60,14 @@ class Measurement:
         """How much a decision asks for attention."""
         return Level.INFO if self.kept else Level.WARNING
 
+    @property
+    def again(self) -> str:
+        """A clause where it will be measured again."""
+        return "" if self.kept else "measured again in the next run: it cannot be saved (folder: MOEEDGE_CACHE)"
+
     def decided(self, decision: Decision) -> Decision:
         """The decision with its basis, and whether that will be measured again."""
-        again = "" if self.kept else "measured again in the next run: it cannot be saved (folder: MOEEDGE_CACHE)"
-        return replace(decision, basis=self.when, why="; ".join(filter(None, [decision.why, again])))
+        return replace(decision, basis=self.when, why="; ".join(filter(None, [decision.why, self.again])))
 
 
 def keep(measured: _Measured, find_file: Callable[[], Path]) -> _Measured:
@@ -213,25 +217,29 @@ class Calibration(Measurement):
         where = f"{cpu_us:.0f} us on the CPU, {device_us:.0f} us on the device"
         return f"An expert takes {where}, {self.units.transfer_expert_s * 1e6:.0f} us to move."
 
-    def cache_decision(self, *, is_on: bool, emulated: bool) -> Decision:
-        """Whether the cache is in use from the start."""
+    def cache_decision(self, *, is_on: bool, emulated: bool, kept: str) -> Decision:
+        """Whether the cache is in use from the start. kept: why, where it does not pay."""
         why = "this is emulation on the CPU's own cores (-dev none: without)" if emulated else ""
         if not self.pays and not emulated:
             hint = "--cache-ratio R or --vram SIZE keeps it on, moeedge calibrate measures again"
-            why = "given by the user" if is_on else hint
+            why = kept if is_on else hint
         return self.decided(Decision.switch("expert cache", is_on, self.speed, "", why))
 
     def path_decisions(
-        self, prefill: PrefillPath = PrefillPath.AUTO, device: DevicePath | None = None, *, given: str = ""
+        self, prefill: PrefillPath = PrefillPath.AUTO, device: DevicePath | None = None, *, forced: str = ""
     ) -> Iterator[Decision]:
-        """How the device computes small batches, and prompts: as `prefill` and `device` say, whose basis is `given`."""
+        """How the device computes small batches, and prompts: as `prefill` and `device` say, else the fastest way.
+
+        forced: why `prefill` is as it is, where no user gave it.
+        """
         device_speeds = {path: 1 / seconds for path, seconds in self.device_path_s.items()}
-        paths: tuple[tuple[str, Any, Any, dict[Any, float]], ...] = (
-            ("device path", device, self.device_path, device_speeds),
-            ("prefill path", None if prefill is PrefillPath.AUTO else prefill, self.prefill_path, self.prefill_ts),
+        asked_prefill, given = None if prefill is PrefillPath.AUTO else prefill, "given by the user"
+        paths: tuple[tuple[str, Any, str, Any, dict[Any, float]], ...] = (
+            ("device path", device, given, self.device_path, device_speeds),
+            ("prefill path", asked_prefill, forced or given, self.prefill_path, self.prefill_ts),
         )
-        for what, asked, best, speeds in paths:
-            path, basis = (best, "not compared") if asked is None else (asked, given or "given by the user")
+        for what, asked, known, best, speeds in paths:
+            path, basis = (best, "not compared") if asked is None else (asked, known)
             others, gain, over, why = [each for each in speeds if each != path], None, "", ""
             if others and path in speeds:
                 other = max(others, key=lambda each: speeds[each])

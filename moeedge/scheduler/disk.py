@@ -75,27 +75,33 @@ class DiskCalibration(Measurement):
         return self.best_from(1)
 
     def best_from(self, depth: int) -> ReadRate:
-        """The best of so many requests and more; its rate is the median with its neighbours, as disks may vary."""
-        depths, rows = np.unique([rate.depth for rate in self.rates], return_inverse=True)
-        sizes, columns = np.unique([rate.piece_bytes for rate in self.rates], return_inverse=True)
-        table = np.full((len(depths) + 2, len(sizes) + 2), np.nan)
-        table[1 + rows, 1 + columns] = [rate.bytes_per_s for rate in self.rates]
-        places = zip(self.rates, rows, columns, strict=True)
-        smooth = {rate: float(np.nanmedian(table[row : row + 3, at : at + 3])) for rate, row, at in places}
+        """The best of so many requests and more; its rate is a smooth one."""
+        smooth = self._smooth()
         allowed = [rate for rate in self.rates if rate.depth >= depth] or list(self.rates)
         limit = max(smooth[rate] for rate in allowed)
         enough = [rate for rate in allowed if smooth[rate] >= _ENOUGH * limit]
         best = min(enough, key=lambda rate: (rate.depth, rate.piece_bytes))
         return replace(best, bytes_per_s=smooth[best])
 
+    def _smooth(self) -> dict[ReadRate, float]:
+        """Each rate's median with its neighbours, as disks may vary, in bytes/s."""
+        depths, rows = np.unique([rate.depth for rate in self.rates], return_inverse=True)
+        sizes, columns = np.unique([rate.piece_bytes for rate in self.rates], return_inverse=True)
+        table = np.full((len(depths) + 2, len(sizes) + 2), np.nan)
+        table[1 + rows, 1 + columns] = [rate.bytes_per_s for rate in self.rates]
+        places = zip(self.rates, rows, columns, strict=True)
+        return {rate: float(np.nanmedian(table[row : row + 3, at : at + 3])) for rate, row, at in places}
+
     def decision(self, depth: int = 1) -> Decision:
         """The reads of `best_from`, at least `depth` at a time, compared with one at a time of the same size."""
         best = self.best_from(depth)
-        size, n, why = format_bytes(best.piece_bytes), max(depth, best.depth), "the fewest within 5 % of the fastest"
-        chosen = f"{n} of {size} at a time ({format_rate(best.bytes_per_s)})"
-        single = [each.bytes_per_s for each in self.rates if (each.depth, each.piece_bytes) == (1, best.piece_bytes)]
-        gain = best.bytes_per_s / single[0] if single else None
-        return self.decided(Decision("disk reads", chosen, gain, "one", why=why))
+        chosen = f"{max(depth, best.depth)} of {format_bytes(best.piece_bytes)} at a time"
+        if best.depth < depth:
+            return self.decided(Decision("disk reads", chosen, why=f"the size is the best of {best.depth} at a time"))
+        single = [s for rate, s in self._smooth().items() if (rate.depth, rate.piece_bytes) == (1, best.piece_bytes)]
+        gain = best.bytes_per_s / single[0] if single and best.depth > 1 else None
+        chosen += f" ({format_rate(best.bytes_per_s)})"
+        return self.decided(Decision("disk reads", chosen, gain, "one", why="the fewest within 5 % of the fastest"))
 
     @property
     def in_memory(self) -> bool:

@@ -210,7 +210,7 @@ class AcceptanceByPosition:
     Without drafts the estimate returns to the chance of all drafts so far, before any to `_PRIOR`.
     """
 
-    _FORGET = 0.015  # of the counts' weight, with each step
+    _FORGET = 0.015  # of the counts' weight, with each text's step
     _FORGET_ALL = 0.001  # of what all drafts of the session were
     _PRIOR = 0.8
     _PRIOR_WEIGHT = 8.0  # verdicts
@@ -301,8 +301,7 @@ class DraftGovernor:
         self._by_confidence = AcceptanceByConfidence()
         self._by_ngram = AcceptanceByConfidence([self._NGRAM_PRIOR] * N_BINS, forget=self._NGRAM_FORGET)
         self._looks = [0.0] * N_BINS  # first drafts by confidence
-        self._draft_s = 0.0  # T_D
-        self._n_draft_times = 0
+        self._passes: dict[int, tuple[int, float]] = {}  # measurements of T_D, and T_D, by the number of texts
         self._n_steps = 0
         self._n_since_trial = 0
         self._best = min(FIRST[0], self._own_max)
@@ -401,11 +400,12 @@ class DraftGovernor:
         loading_s = step.loading_s / self._expert_ratio(n_tokens)
         self._loading_s += (loading_s - self._loading_s) * max(self._LOADING_GAIN, 1 / self._target.n_measured)
         if n_computed:
-            self._n_draft_times += 1
+            n, draft_s = self._passes.get(self._n_texts, (0, 0.0))
             seconds = step.draft_s / n_computed
-            if self._n_draft_times > 1:  # after plain steps the draft model first decodes what it has missed
-                seconds = min(seconds, self._draft_s if caught_up else 3 * self._draft_s)
-            self._draft_s += (seconds - self._draft_s) / min(self._n_draft_times, 30)
+            if n:  # after plain steps the draft model first decodes what it has missed
+                seconds = min(seconds, draft_s if caught_up else 3 * draft_s)
+            n = min(n + 1, 30)
+            self._passes[self._n_texts] = n, draft_s + (seconds - draft_s) / n
 
     def _learn_acceptance(self, step: StepCost) -> None:
         """Takes in the verdicts on the session's own source."""
@@ -421,7 +421,8 @@ class DraftGovernor:
             self._looks[confidence_bin(step.confidences[0])] += 1
         self._acceptance.observe(step.n_drafted, step.n_accepted, left_out)
         for n_drafted, n_accepted in step.others:
-            self._acceptance.observe(n_drafted, n_accepted)
+            if n_drafted:  # a plain step is forgotten once, however many texts it has
+                self._acceptance.observe(n_drafted, n_accepted)
 
     def _drafted(self, tokens: Sequence[float]) -> list[float]:
         """N(gamma) of the session's own source, [gamma_max + 1]: no more where it drafts no more."""
@@ -441,7 +442,7 @@ class DraftGovernor:
 
     def _pass_s(self, step_s: Sequence[float]) -> float:
         """T_D; step_s: of a plain step is its first element."""
-        return self._draft_s if self._n_draft_times else self._DRAFT_SHARE * step_s[0]
+        return self._passes[self._n_texts][1] if self._n_texts in self._passes else self._DRAFT_SHARE * step_s[0]
 
     def _rates(self) -> tuple[list[float], list[float]]:
         """Tokens per second by gamma, [gamma_max + 1], and the variance of its log relative to that of `_best`."""

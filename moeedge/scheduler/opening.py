@@ -33,6 +33,7 @@ from moeedge.scheduler.tiers import MakePolicy, Tier
 from moeedge.units import format_bytes
 
 _Predictor = TypeVar("_Predictor", NextGatePredictor, DraftRouterPredictor)
+POSTPONED = "Expert times are measured after the first answer; until then CPU and device share work untuned."
 _TIER_READERS = 3  # threads that fill the staging memory from RAM or from the disk
 _PREFILL_TOKENS_MIN = 65  # smaller batches are split as verifications are
 _TRANSFER_EXPERTS = 64  # experts in one transfer of a policy that moves in batches: all of a layer that a step brings
@@ -55,7 +56,8 @@ class Opening:
     in_ram: PlacementConfig | None  # of experts in RAM, whose size are its vram_bytes; None: none are loaded there
     target: Context
     draft: Context | None  # its speed is measured; None without a draft model
-    gamma: int  # the draft length, 0 without speculation
+    gamma: int  # the usual draft length, 0 without speculation
+    gamma_max: int  # the longest
     keep: bool  # the cache stays on where it does not pay
     run: Run  # shows that the device is measured; its notes get a sentence for each choice
     has_draft_states: bool  # drafts come with hidden states all the same, since a head of the target makes them
@@ -135,7 +137,8 @@ class Opening:
         self._describe_placement(cache)
         if calibration is None:
             self.run.warn(_describe_unmeasured(self.target, has_tier=ram is not None, postpones=postpones))
-            self._use_paths(UNMEASURED, cache, given="" if ram is None else "next to experts in RAM")
+            is_forced = ram is not None and config.prefill is PrefillPath.RESIDENT
+            self._use_paths(UNMEASURED, cache, forced="next to experts in RAM" if is_forced else "")
         elif not self._use(calibration, cache):
             return None, calibration
         # when memory of the device runs short, the cache gets fewer slots, unless the user gave its size
@@ -171,19 +174,20 @@ class Opening:
         is_on = calibration.pays or self.keep or self.device.kind not in ("gpu", "rpc")
         if calibration.times:
             self.run.note(calibration.times)
-        decision = calibration.cache_decision(is_on=is_on, emulated=self.device.kind == "emulated")
+        kept = "given by the user" if self.config.has_size else "part of the measured division of layers"
+        decision = calibration.cache_decision(is_on=is_on, emulated=self.device.kind == "emulated", kept=kept)
         self.run.note(decision.sentence(), calibration.level if calibration.pays else Level.WARNING)
         if is_on:
             cache.set_readers(calibration.n_readers)
             self._use_paths(calibration, cache)
         return is_on
 
-    def _use_paths(self, measured: Calibration, cache: ExpertCache, given: str = "") -> None:
-        """Sets how the device computes: as the configuration says, whose basis is `given`, or else the fastest way."""
+    def _use_paths(self, measured: Calibration, cache: ExpertCache, forced: str = "") -> None:
+        """Sets how the device computes: as configured, or else the fastest way. forced: as in `path_decisions`."""
         prefill, device_path = self.config.prefill, self.config.device_path
         cache.set_prefill(measured.prefill_path if prefill is PrefillPath.AUTO else prefill, _PREFILL_TOKENS_MIN)
         cache.set_device_path(measured.device_path if device_path is None else device_path)
-        for decision in measured.path_decisions(prefill, device_path, given=given):
+        for decision in measured.path_decisions(prefill, device_path, forced=forced):
             self.run.note(decision.sentence())
 
     def _open_on_device(self) -> ExpertCache | None:
@@ -191,7 +195,7 @@ class Opening:
         config, device, target, model = self.config, self.device, self.target, self.target.model
         tensors, files = expert_tensors(model.path, n_layers=model.info.n_layers)
         if device.kind == "gpu" and model.host_expert_layers:
-            warm_up_gpu(target, self.draft, self.gamma)
+            warm_up_gpu(target, self.draft, self.gamma_max)
         reading = (devices.read_memory(device) if device.kind == "gpu" else None) or device
         sizes = {"free_bytes": reading.free_bytes, "total_bytes": reading.total_bytes, "n_ubatch": target.n_ubatch}
         cache = self._open_cache(
@@ -285,7 +289,7 @@ class Opening:
             text = f"For several texts in a batch the policy {policy.name} plans"
             self.run.warn(f"{text} without what the draft computes.")
         if manager.layer_hook is not None:
-            if target.n_parallel * (self.gamma + 1) > CAPTURED_TOKENS:
+            if target.n_parallel * (self.gamma_max + 1) > CAPTURED_TOKENS:
                 text = f"In verifications of more than {CAPTURED_TOKENS} tokens no expert is predicted or loaded"
                 self.run.warn(f"{text} between the layers.")
             _capture(target).set_hook(manager.layer_hook)
@@ -350,11 +354,11 @@ def _capture(context: Context) -> ActivationCapture:
 
 
 def _describe_unmeasured(target: Context, *, has_tier: bool, postpones: bool) -> str:
-    effect = "CPU and device share work untuned."
     if has_tier:
         return Notification("Experts are not timed: they come from the disk, whose speed decides.")
     if postpones:
-        return Notification(f"Expert times are measured after the first answer; until then {effect}")
+        return Notification(POSTPONED)
+    effect = "CPU and device share work untuned."
     if target.n_ctx < CONTEXT_MIN:
         return f"Expert times were not measured, because a context of {target.n_ctx} tokens is too short: {effect}"
     return Notification(f"Expert times were not measured, as asked: {effect}")

@@ -148,7 +148,8 @@ def describe_dense(dense: DenseWeights) -> str:
 def use_measured_readers(cache: ExpertCache, target: Context, run: Run) -> None:
     """Reads as `calibrate --disk` found best, but not with fewer threads than usual: they also copy what they read."""
     measured, n_threads = read_kept(target.model.path), cache.reader().n_threads
-    decision = Decision("disk reads", f"{n_threads} at a time", why="moeedge calibrate --disk measures the best")
+    why = "moeedge calibrate --disk measures the best" if measured is None else "the file system is in memory"
+    decision = Decision("disk reads", f"{n_threads} at a time", why=why)
     if measured is not None and not measured.in_memory:
         best = measured.best_from(n_threads)  # other pieces may be the best with fewer requests
         cache.set_readers(max(n_threads, best.depth), best.piece_bytes)

@@ -128,8 +128,8 @@ def tier_states(stats: PlacementStats) -> list[FigureRow]:
     def text(tier: PlacementStats) -> str:
         if tier.state == "lost":
             return "device lost: all on CPU" if tier.is_device else "RAM lost: mapped file"
-        shrunk = f"shrunk to {tier.slots_total:,} slots {tier.place}"
-        return {"fallen back": "fallen back to the CPU", "shrunk": shrunk}.get(tier.state, "")
+        shrunk, fallen = f"shrunk to {tier.slots_total:,} slots {tier.place}", "fallen back to the CPU" * tier.is_device
+        return {"fallen back": fallen, "shrunk": shrunk}.get(tier.state, "")
 
     return [FigureRow("", line) for line in dict.fromkeys(map(text, stats.tiers)) if line]
 
@@ -220,7 +220,7 @@ def turn_line(
         f"first after {wait}" if wait_s > 0 else "",
         f"{percent(stats.acceptance_rate)} of drafts accepted" if stats.drafted else "",
         budget(info),
-        *(f"{each.what} {each.short}" for each in decisions if each.chosen == "off" and each.gain is not None),
+        *(f"{each.what} {each.brief}" for each in decisions if each.chosen == "off" and each.gain is not None),
         _STOP_NOTES.get(reason, ""),
     )
 

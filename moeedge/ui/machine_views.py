@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from moeedge.policies.cost_model import CostModel, expert_seconds
+from moeedge.run import Decision
 from moeedge.ui.console import visible
 from moeedge.ui.tables import Column, print_table, text_column, value_columns
 from moeedge.units import format_bytes
@@ -127,8 +128,10 @@ def _size(n_bytes: int) -> str:
 _TOKENS = (1, 2, 4, 8, 16)  # per expert, of the curves
 
 
-def print_calibration(calibration: Calibration, info: EngineInfo, console: Console) -> None:
-    """The measured times in microseconds and milliseconds, and the prompt's speed in tokens per second."""
+def print_calibration(
+    calibration: Calibration, info: EngineInfo, console: Console, decisions: Iterable[Decision] = ()
+) -> None:
+    """The measured times in microseconds and milliseconds, the prompt's speed in tokens per second, and decisions."""
     console.print(f"{info.model} on {info.device}, {info.n_threads} threads, {info.cache_slots:,} slots")
     if calibration.units is None:
         console.print("No layer was shared between CPU and device: there are no times of experts.")
@@ -144,7 +147,7 @@ def print_calibration(calibration: Calibration, info: EngineInfo, console: Conso
     if calibration.prefill_ts:
         columns = [text_column("prompts", 0), *value_columns(list(calibration.prefill_ts), ".0f")]
         print_table(console, columns, [("t/s", *calibration.prefill_ts.values())])
-    for decision in calibration.path_decisions():
+    for decision in decisions:
         console.print(decision.sentence(), soft_wrap=True)
 
 

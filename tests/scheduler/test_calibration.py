@@ -79,7 +79,7 @@ def test_measured_once_and_kept(pair: Pair) -> None:
     with Session.open(config(pair)) as session:
         first = session.calibration
         assert not first.kept_from and len(files()) == 1
-        decisions = [first.cache_decision(is_on=True, emulated=True), *first.path_decisions()]
+        decisions = [first.cache_decision(is_on=True, emulated=True, kept=""), *first.path_decisions()]
         assert {decision.sentence() for decision in decisions} <= set(session.info.notes)
         # measuring leaves no trace
         stats = session.placement_stats()
@@ -121,7 +121,7 @@ def test_whether_it_pays_is_judged_by_a_verification() -> None:
     for is_on, emulated, gain, why in (
         *((True, True, 0.9, "emulation"), (True, False, 0.9, "given by the user"), (False, False, 1 / 0.9, "--vram")),
     ):
-        decision = made().cache_decision(is_on=is_on, emulated=emulated)
+        decision = made().cache_decision(is_on=is_on, emulated=emulated, kept="given by the user")
         assert (decision.chosen, decision.gain) == ("on" if is_on else "off", pytest.approx(gain))
         assert why in decision.why
 
