@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Literal
 
 import jsonschema
 
-from moeedge.records import as_dict, combine, counter, counters, derived, figure, filled, gauge, quotient, stored
+from moeedge.records import (
+    Figure,
+    as_dict,
+    combine,
+    counter,
+    counters,
+    derived,
+    figure,
+    filled,
+    gauge,
+    quotient,
+    stored,
+)
 from moeedge.schemas import json_schema
 
 
@@ -35,6 +49,15 @@ class Row:
     time_s: float | None = figure("Time", "s", default=None, key="seconds")
     parts: tuple[Drafts, ...] = figure("Each", default=())
     inner: Row | None = figure("Another row", default=None, optional=True)
+
+
+def test_units_are_those_that_readers_know() -> None:
+    """And no figure's meaning stands where its unit belongs."""
+    for name in ("bench.records", "engine.types", "scheduler.stats", "analysis.profile", "planning.session_plan"):
+        import_module(f"moeedge.{name}")
+    declared = [each.unit for each in gc.get_objects() if isinstance(each, Figure)]
+    known = {"", "s", "t/s", "bytes", "bytes/s", "experts", "pairs", "slots", "tokens"}
+    assert len(declared) > 400 and set(declared) <= known
 
 
 def test_quotients_are_those_of_sums() -> None:

@@ -20,6 +20,13 @@ def test_without_all_only_what_is_here() -> None:
     assert [row["name"] for row in run_json("list", "--fits", "auto")] == ["bundled"]
 
 
+def test_all_tells_drafts_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    drafts = [row["name"] for row in run_json("list", "--all") if row["draft_of"] and not row["drafts"]]
+    shown = [line.split()[0] for line in run("list", "--all").stdout.splitlines() if "is a draft" in line]
+    assert [name.removesuffix("*") for name in shown] == drafts != []
+
+
 def test_a_machine_without_models_is_offered_one() -> None:
     starter = load_catalog().starter()
     assert starter is not None and starter.command in run("list").stdout

@@ -57,6 +57,16 @@ def test_a_layer_that_uses_fewer_experts_keeps_to_the_budget() -> None:
     assert limits[0].row() == limits[1].row()
 
 
+def test_layers_that_did_not_record_the_same_tokens_are_limited_alone() -> None:
+    alone = [one_layer(ids, WEIGHTS) for ids in (IDS, GAP)]
+    both = replace(plain_text(3, n_layers=2, n_experts=6, n_used=2), **{
+        name: np.concatenate([getattr(trace, name) for trace in alone], axis=1) for name in ("ids", "weights")
+    })  # fmt: skip
+    limited = BudgetedTrace(both, TWO).limited(verification(both)).ids
+    expected = [BudgetedTrace(trace, TWO).limited(verification(trace)).ids[0] for trace in alone]
+    assert limited.tolist() == [ids.tolist() for ids in expected]
+
+
 @pytest.mark.parametrize(
     ("ids", "weights", "budget", "expected", "kept_probability"),
     [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import gguf
 import numpy as np
 import pytest
@@ -9,6 +11,8 @@ from gguf import GGMLQuantizationType as GgmlType
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moeedge.errors import InputError
+from moeedge.lab.widen.layout import Layout, Shape
 from moeedge.lab.widen.maps import (
     GroupedHeads,
     Rotary,
@@ -157,6 +161,16 @@ def test_repetitions_fit(embd: int, ratio: int, head_ratio: int) -> None:
     assert times >= 1 and embd * times <= embd * ratio
     if ratio % head_ratio == 0:  # then both norms have the same factor
         assert times * head_ratio == ratio
+
+
+def test_scaled_positions_need_heads_as_they_are() -> None:
+    keys = {"general.architecture": "qwen3moe", "qwen3moe.rope.scaling.type": "yarn"}
+    narrow = Shape(embd=64, ff=32, heads=4, heads_kv=2, head_dim=16, layers=1, experts=4, used=2, vocab=256)
+    wide = replace(narrow, embd=128, head_dim=32)
+    Layout(keys, narrow, replace(wide, head_dim=16), None)
+    Layout(keys | {"qwen3moe.rope.scaling.type": "none"}, narrow, wide, None)
+    with pytest.raises(InputError):
+        Layout(keys, narrow, wide, None)
 
 
 def test_heads_without_room() -> None:
