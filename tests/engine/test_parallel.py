@@ -243,6 +243,8 @@ def test_one_draft_length_is_chosen_for_all_texts(session: Session, alone: Token
     assert {1 + len(step.others) for step in observed} >= {session.config.n_parallel}
     assert len({step.choice.gamma for step in steps if step.choice}) > 1 and all(step.choice for step in steps)
     assert sum(1 + len(step.others) for step in observed) == len(steps)
+    # joining texts leave no step unmeasured but the first, and the last choice knows nothing of its own
+    assert steps[-1].choice is not None and steps[-1].choice.n_measured >= len(observed) - 3
     assert sum(n for step in observed for n in (step.n_drafted, *(n for n, _ in step.others))) == sum(
         step.n_drafted for step in steps
     )
