@@ -20,6 +20,7 @@ from moeedge.scheduler.driver import StepDriver
 from moeedge.scheduler.manager import PlanningThread
 from moeedge.scheduler.native_io import RoutingReader
 from moeedge.scheduler.prediction import PredictionAccuracy
+from moeedge.scheduler.stats import PlacementStats
 from moeedge.scheduler.tiers import RamStore
 
 LAYERS, EXPERTS = 2, 4
@@ -229,6 +230,24 @@ def test_predictions_are_counted_from_nothing() -> None:
     assert accuracy.share is None
     accuracy.add(np.array([[[0, 1], [2, 3]]], dtype=np.int32), np.array([[[1, 5], [6, 7]]], dtype=np.int32))
     assert (accuracy.n_predicted, accuracy.n_correct, accuracy.share) == (4, 1, 0.25)
+
+
+@pytest.mark.parametrize(("layer_tokens", "is_usable"), [([3, 0], True), ([3, 3], True), ([3, 2], False)])
+def test_scores_are_of_a_whole_batch(layer_tokens: list[int], is_usable: bool) -> None:
+    """A layer without a router has none; one of another batch makes all of them useless."""
+    rows = np.full((2, 4, 5), 0.2, dtype=np.float32)
+    captured = SimpleNamespace(rows=rows, layer_tokens=np.array(layer_tokens))
+    reader = RoutingReader.__new__(RoutingReader)
+    reader._scores = SimpleNamespace(read=lambda flags: captured)  # type: ignore[assignment]
+    scores = reader._router_scores(3)
+    assert (scores is not None) == is_usable
+    assert scores is None or scores.sum(axis=-1).T[0] == pytest.approx([float(n > 0) for n in layer_tokens])
+
+
+def test_intervals_of_figures_are_of_both_tiers() -> None:
+    newer, older = (PlacementStats(pairs=n, ram=PlacementStats(pairs=10 * n)) for n in (5, 2))
+    assert (newer - older).pairs == 3 and (newer - older).ram == PlacementStats(pairs=30)
+    assert (newer - PlacementStats()).ram == newer.ram
 
 
 def test_frames_of_an_interrupted_prompt_belong_to_no_other() -> None:

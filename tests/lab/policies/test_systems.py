@@ -149,6 +149,8 @@ def test_moe_infinity_wants_near_layers_first() -> None:
     policy.observe(step_of(np.full((4, 1, 1), 2, dtype=np.int32), 4))
     plan = policy.plan(np.zeros((4, 4), dtype=np.uint8), [])
     assert plan.uploads.tolist() == [[0, 2], [1, 2]]
+    hot = plan.utility >= 1  # those that fit the slots
+    assert hot.sum() == 2 and hot[[0, 1], [2, 2]].all() and (plan.utility[~hot] < 1).all()
     plan = policy.plan_layer(1, np.zeros((4, 4), dtype=np.uint8))
     assert plan.uploads.tolist() == [[2, 2], [3, 2]]
 
