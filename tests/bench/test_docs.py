@@ -156,6 +156,13 @@ def test_performance_has_the_rows_under_recorded_routing() -> None:
     assert f"takes {costs[0]} of stock's time for a token and {costs[1]} of moeedge's" in _PERFORMANCE
 
 
+def test_a_surface_needs_plain_decoding_and_auto() -> None:
+    rows = read(_RECORDS / "surface-gptoss-20b-draft.json.gz")
+    assert surface_points(rows)
+    for left in ([row for row in rows if row["mode"] != "stock-ar"], [row for row in rows if not row["auto_gamma"]]):
+        assert surface_points(left) == []
+
+
 def test_performance_has_the_surface_of_drafts() -> None:
     for shape in ("gptoss-20b", "qwen3-30b"):
         records = [read(_RECORDS / f"surface-{shape}-{kind}.json.gz") for kind in ("draft", "head", "ngram")]
