@@ -16,9 +16,11 @@ from rich.console import Console
 from moeedge.hardware.devices import DeviceRow
 from moeedge.hub.catalog import HubFile, Variant
 from moeedge.hub.remote import RemoteFile, WantedModel
-from moeedge.ui.machine_views import print_devices
+from moeedge.scheduler.disk import ReadRate
+from moeedge.ui.machine_views import print_devices, print_disk
 from moeedge.ui.model_views import download_lines, files_json
 from moeedge.ui.tables import Column, csv_text, json_text, print_table, sql_text, text_column
+from tests.test_decisions import DISK
 
 
 @dataclass
@@ -93,6 +95,14 @@ def test_devices_keep_their_names_unbroken(width: int) -> None:
     assert max(map(len, table)) <= width
     assert all(any(line.startswith(name) for line in table) for name in ("CUDA0 ", "rpc://HOST:PORT "))
     assert any("7168" in line for line in table) and any("RTX" in line for line in lines)
+
+
+def test_sizes_of_reads_are_exact() -> None:
+    output = io.StringIO()
+    rates = tuple(ReadRate(1, size, 1e9, 1) for size in (2**18, 2**20, 3 * 2**19))
+    print_disk(replace(DISK, rates=rates, matrix_bytes=2**20), Console(file=output, width=100))
+    named = [line.split("  ")[0].strip() for line in output.getvalue().splitlines()]
+    assert [name for name in named if "iB" in name][1:4] == ["256 KiB", "1 MiB, a matrix of an expert", "1.5 MiB"]
 
 
 def test_columns_of_sql_take_the_numbers_of_another_run() -> None:

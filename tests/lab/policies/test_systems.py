@@ -212,6 +212,10 @@ def test_hybrimoe_prefetches_where_it_saves_most() -> None:
     queue = Queue(cost_model(1e-3, 1e-4, 5e-3))  # a slow link: what is absent stays on the CPU
     assert queue.most_impact(counts, np.zeros((3, N_EXPERTS), dtype=np.bool_)) == (2, 5)
     assert queue.most_impact(counts, np.ones((3, N_EXPERTS), dtype=np.bool_)) is None
+    there = np.zeros((3, N_EXPERTS), dtype=np.bool_)
+    there[1, 2] = there[2, 5] = True
+    counts[2, 4] = 3
+    assert queue.most_impact(counts, there) == (2, 4)
 
 
 def test_adapmoe_expects_the_loads_of_its_repository() -> None:
