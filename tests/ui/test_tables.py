@@ -102,7 +102,7 @@ def test_sizes_of_reads_are_exact() -> None:
     rates = tuple(ReadRate(1, size, 1e9, 1) for size in (2**18, 2**20, 3 * 2**19))
     print_disk(replace(DISK, rates=rates, matrix_bytes=2**20), Console(file=output, width=100))
     named = [line.split("  ")[0].strip() for line in output.getvalue().splitlines()]
-    assert [name for name in named if "iB" in name][1:4] == ["256 KiB", "1 MiB, a matrix of an expert", "1.5 MiB"]
+    assert {"256 KiB", "1 MiB, a matrix of an expert", "1.5 MiB"} <= set(named)
 
 
 def test_columns_of_sql_take_the_numbers_of_another_run() -> None:
