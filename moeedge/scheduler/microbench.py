@@ -18,6 +18,7 @@ from statistics import median
 import numpy as np
 from numpy.typing import NDArray
 
+from moeedge.experts import Residency
 from moeedge.hardware.devices import ResolvedDevice
 from moeedge.llama.context import Context
 from moeedge.llama.sequence import Cancelled
@@ -60,6 +61,7 @@ _FILLS = 4  # parts in which transfers are timed; the fastest counts
 _READERS = (1, 2, 3)  # threads that read the model's file; more take the CPU's memory bandwidth without a faster link
 _READERS_GAIN = 0.9  # of the time with fewer readers, which more of them must beat
 _DRAIN_S = 0.3
+_CPU_SHARE_MIN = 0.25  # of the blocks: with fewer the policy has loaded nearly all that the text needs
 _STREAM_S = 10.0  # limit of a prompt on the CPU where it is compared with streaming
 _PART_LIMITS_S = {"steps": 0.7, "batches": 1.4, "prefill": 0.7}  # after which a part is cut short
 
@@ -123,6 +125,9 @@ class _Measuring:
             transfer_s, n_readers = self.time_transfers()
             self.learn()
             paths_s, plain_step_s = self.time_batches()
+            if self._cpu_share() < _CPU_SHARE_MIN:
+                self._forget_half()
+                self.time_batches()  # for its records
             path = min(paths_s, key=lambda path: paths_s[path][self.n_verified])
             self._cache.set_device_path(path)
             prefill_ts = self.time_prefill(plain_step_s[max(plain_step_s)] / max(plain_step_s))
@@ -232,6 +237,18 @@ class _Measuring:
         self._use_cache(True)
         best_s = {way: {n: min(times[n, way]) for n in sizes} for way in ways}
         return {path: best_s[path] for path in self._device_paths}, best_s[None]
+
+    def _cpu_share(self) -> float:
+        """Share of the blocks on the device of which the CPU computed a part."""
+        records = np.concatenate([part for path in self._records.values() for part in path])
+        return float((records["unique_cpu"] > 0).mean()) if records.size else 1.0
+
+    def _forget_half(self) -> None:
+        """Leaves every second resident expert in the slots."""
+        resident = np.argwhere(self._cache.residency() == Residency.RESIDENT).astype(np.int32)
+        self._cache.clear()
+        self._store.push_uploads(resident[::2])
+        self._store.drain(_DRAIN_S, _DRAIN_S)
 
     def _use_cache(self, use: bool) -> None:
         self._cache.detach()

@@ -69,6 +69,13 @@ def check_figures(calibration: Calibration) -> None:
     assert set(calibration.device_path_s) == {DevicePath.PAIRS}, "the emulated device computes in one way"
 
 
+def test_the_cpu_is_timed_where_all_experts_are_on_the_device(pair: Pair) -> None:
+    placement = replace(config(pair).placement, cache_ratio=1.0)
+    with Session.open(replace(config(pair), placement=placement)) as session:
+        assert session.calibration.units is not None
+        check_figures(session.calibration)
+
+
 def test_measured_once_and_kept(pair: Pair) -> None:
     with Session.open(config(pair, calibrate=False)) as session:
         assert session.calibration is None and session.placement_stats() is not None
