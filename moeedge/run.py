@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 T = TypeVar("T")
-Clock = Callable[[], float]  # seconds
 
 
 class Level(Enum):
@@ -166,20 +165,20 @@ def rotated(items: Sequence[T], turn: int) -> tuple[T, ...]:
     return order[::-1] if cycle % 2 else order
 
 
-def within(limit_s: float, rounds: Iterable[T], *, at_least: int = 1, clock: Clock = time.perf_counter) -> Iterator[T]:
+def within(limit_s: float, rounds: Iterable[T], *, at_least: int = 1) -> Iterator[T]:
     """Yields rounds of a measurement until one ends after `limit_s` seconds; at_least: of them, however long they take.
 
     The time runs from the request for the first; no round is cut short.
     """
-    end_s = clock() + limit_s
+    end_s = time.perf_counter() + limit_s
     for n_begun, each in enumerate(rounds, 1):
         yield each
-        if n_begun >= at_least and clock() > end_s:
+        if n_begun >= at_least and time.perf_counter() > end_s:
             return
 
 
-def seconds_of(work: Callable[[], object], *, clock: Clock = time.perf_counter) -> float:
+def seconds_of(work: Callable[[], object]) -> float:
     """Does the work; returns the seconds that it took. Raises what the work raises."""
-    start_s = clock()
+    start_s = time.perf_counter()
     work()
-    return clock() - start_s
+    return time.perf_counter() - start_s

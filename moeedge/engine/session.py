@@ -243,8 +243,7 @@ class Session(Closing):
         """Answers several prompts, EngineConfig.n_parallel of them at a time; the others wait for one to end.
 
         Each greedy answer is that of `generate` for its prompt alone, others with a fixed draft length; so are other
-        parameters and errors. sampling: of all
-        texts, or of each. `draft` and `gamma` are those of the session now.
+        parameters and errors. sampling: of all texts, or of each. `draft` and `gamma` are those of the session now.
         """
 
         def new_answer(prompt: Sequence[int], n_predict: int, sampling: SamplingConfig) -> Answer:

@@ -108,7 +108,7 @@ class _Measuring:
         policy = make_policy(config.policy, cache_shape(cache), config.policy_config(gamma=gamma))
         self._driver = StepDriver(policy, self._store)
         # one way to compute small batches where the device is the host, or where one was asked for; else all compete
-        only = config.device_path or (DevicePath.PAIRS if cache.info.is_host else None)
+        only = DevicePath.PAIRS if config.device_path is None and cache.info.is_host else config.device_path
         self._device_paths = tuple(DevicePath) if only is None else (only,)
         self._n_asked = gamma + 1
         self.n_verified = min(self._n_asked, target.n_ctx // 4)
@@ -125,12 +125,14 @@ class _Measuring:
             transfer_s, n_readers = self.time_transfers()
             self.learn()
             paths_s, plain_step_s = self.time_batches()
-            if self._cpu_share() < _CPU_SHARE_MIN:
-                self._forget_half()
-                self.time_batches()  # for its records
             path = min(paths_s, key=lambda path: paths_s[path][self.n_verified])
             self._cache.set_device_path(path)
             prefill_ts = self.time_prefill(plain_step_s[max(plain_step_s)] / max(plain_step_s))
+            split_s = paths_s[path]
+            if self._cpu_share() < _CPU_SHARE_MIN:
+                self._forget_half()
+                split_s = self.time_batches()[0][path]  # of the blocks that `cost_model` reads
+                self._cache.set_device_path(path)
         finally:
             self._cache.set_timing(False)
             self._cache.detach()
@@ -139,7 +141,7 @@ class _Measuring:
             self._sensor.read_counts()
         draft_s = self.time_draft(draft) if draft is not None else 0.0
         return Calibration(
-            units=self.cost_model(transfer_s, draft_s, paths_s[path], path),
+            units=self.cost_model(transfer_s, draft_s, split_s, path),
             step_s=paths_s[path],
             plain_step_s=plain_step_s,
             prefill_ts=prefill_ts,
@@ -244,7 +246,8 @@ class _Measuring:
         return float((records["unique_cpu"] > 0).mean()) if records.size else 1.0
 
     def _forget_half(self) -> None:
-        """Leaves every second resident expert in the slots."""
+        """Leaves every second resident expert in the slots, and no record of a block."""
+        self._records.clear()
         resident = np.argwhere(self._cache.residency() == Residency.RESIDENT).astype(np.int32)
         self._cache.clear()
         self._store.push_uploads(resident[::2])

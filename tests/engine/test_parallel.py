@@ -241,7 +241,7 @@ def test_one_draft_length_is_chosen_for_all_texts(session: Session, alone: Token
     finally:
         session.set_draft_length(session.config.gamma)
     assert {1 + len(step.others) for step in observed} >= {session.config.n_parallel}
-    assert len({step.choice.gamma for step in steps if step.choice}) > 1 and all(step.choice for step in steps)
+    assert all(step.choice for step in steps)
     assert sum(1 + len(step.others) for step in observed) == len(steps)
     # joining texts leave no step unmeasured but the first, and the last choice knows nothing of its own
     assert steps[-1].choice is not None and steps[-1].choice.n_measured >= len(observed) - 3

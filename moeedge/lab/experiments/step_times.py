@@ -13,6 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean, median
 
 import numpy as np
@@ -26,7 +27,7 @@ from moeedge.lab.analysis.step_fit import Machine, TimePoint
 from moeedge.llama.context import Context
 from moeedge.llama.sequence import BatchPart
 from moeedge.native.abi import Phase
-from moeedge.run import NO_PROGRESS, Progress, rotated
+from moeedge.run import NO_PROGRESS, Progress, rotated, seconds_of
 
 WARM_UPS = 2  # untimed passes of the same shape before each timed one; after a single one plain steps are still slower
 _PREFILL_TOKENS = 256  # of the batch that says how many operations per second the kernels reach
@@ -48,9 +49,8 @@ def this_machine(session: Session, weights: Weights, text: Sequence[int]) -> Mac
     first = [BatchPart(context.sequences[0], text[:1], "all")]
     step_s = min(_decode_s(context, first, Phase.DECODE) for _ in range(_N_STEPS))
     context.clear()
-    start_s = time.perf_counter()
-    context.decode(tokens, phase=Phase.PREFILL, logits="last")
-    flops = 2 * weights.products(len(tokens)) / (time.perf_counter() - start_s)
+    prefill_s = seconds_of(partial(context.decode, tokens, phase=Phase.PREFILL, logits="last"))
+    flops = 2 * weights.products(len(tokens)) / prefill_s
     bytes_per_s = weights.bytes_of(1) / step_s
     if not session.model.uses_gpu:
         bytes_per_s = max(bytes_per_s, measure_read_speed(session.info.n_threads))
@@ -143,10 +143,8 @@ class StepTimer:
         certain = [Candidates.certain(token) for token in best]
 
         def measure(shape: Shape, _turn: int) -> tuple[float, float]:
-            n_tokens = shape[1]
-            start_s = time.perf_counter()
-            sampler.accept(logits[:n_tokens], best[: n_tokens - 1], certain[: n_tokens - 1], before)
-            return time.perf_counter() - start_s, 0.0
+            n = shape[1]
+            return seconds_of(partial(sampler.accept, logits[:n], best[: n - 1], certain[: n - 1], before)), 0.0
 
         points = self._times(self.shapes, measure)
         _take_back([part])
@@ -207,9 +205,7 @@ class StepTimer:
 
 def _decode_s(context: Context, parts: Sequence[BatchPart], phase: Phase) -> float:
     """Seconds of one pass, of which the KV cache keeps nothing."""
-    start_s = time.perf_counter()
-    context.decode_parts(parts, phase=phase)
-    seconds = time.perf_counter() - start_s
+    seconds = seconds_of(partial(context.decode_parts, parts, phase=phase))
     _take_back(parts)
     return seconds
 
