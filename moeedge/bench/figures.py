@@ -162,9 +162,7 @@ def over_best_stock(own: Samples, stock: Sequence[Samples]) -> tuple[StockRatio,
         ratio = float(speeds[0] / speeds[1 + best])
         low, high = np.percentile(ratios, _PERCENTILES).tolist() if len(turns) > 1 else (None, None)
         if 1 < len(turns) <= len(_STUDENT):
-            logs = np.log(np.divide(*(tokens / seconds)[[0, 1 + best]][:, turns]))
-            margin = _STUDENT[len(turns) - 1] * float(logs.std(ddof=1)) / len(turns) ** 0.5
-            low, high = ratio * math.exp(-margin), ratio * math.exp(margin)
+            low, high = interval_around(ratio, np.divide(*(tokens / seconds)[[0, 1 + best]][:, turns]))
         return StockRatio(category, ratio, low, high, labels[best], len(turns)), ratios
 
     total = measured(ALL, np.arange(len(keys)))[0]
@@ -176,6 +174,16 @@ def over_best_stock(own: Samples, stock: Sequence[Samples]) -> tuple[StockRatio,
         low, high = np.percentile(np.mean([drawn for _, drawn in parts], axis=0), _PERCENTILES).tolist()
     mean = float(np.mean([part.ratio for part, _ in parts]))
     return (total, *(part for part, _ in parts), StockRatio(MEAN, mean, low, high, "", len(keys)))
+
+
+def interval_around(ratio: float, samples: Array) -> tuple[float, float]:
+    """Returns the 95 % interval of `ratio` by these ratios, of which it is a mean: Student's, of their logarithms.
+
+    Of more ratios than the table has, it is that of the table's last entry: too wide.
+    """
+    student = _STUDENT[min(len(samples), len(_STUDENT)) - 1]
+    margin = student * float(np.log(samples).std(ddof=1)) / len(samples) ** 0.5
+    return ratio * math.exp(-margin), ratio * math.exp(margin)
 
 
 def _speeds(tokens: Array, seconds: Array, turns: NDArray[np.intp]) -> Array:

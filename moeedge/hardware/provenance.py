@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
 import subprocess
 from dataclasses import dataclass
@@ -25,8 +26,8 @@ class Provenance:
     version: str = figure("Version of moeedge")
     commit: str | None = figure("Commit of the checkout that contains the package; null for an installed package")
     dirty: bool | None = figure("Whether tracked files differ from that commit")
-    llama_cpp_version: str = figure("Version of llama-cpp-python")
-    cpu: str = figure("Name of the processor")
+    llama_cpp_version: str = figure("Version of llama-cpp-python; behind it where another build of llama.cpp computes")
+    cpu: str = figure("Name of the processor; behind it the newest instructions, where kernels are limited to them")
     os: str = figure("Operating system and release")
     python: str = figure("Version of Python")
     time: str | None = figure("Begin of the run, UTC, ISO 8601; null in output that is the same in every run")
@@ -43,14 +44,20 @@ def read_provenance(model: Path | None = None, *, trace: Path | None = None, tim
         version=moeedge.__version__,
         commit=commit,
         dirty=dirty,
-        llama_cpp_version=version("llama-cpp-python"),
-        cpu=cpu_name(),
+        llama_cpp_version=version("llama-cpp-python") + _told("LLAMA_CPP_LIB_PATH", " with another build of llama.cpp"),
+        cpu=cpu_name() + _told("MOEEDGE_INSTRUCTIONS", ", kernels up to {}"),
         os=f"{platform.system()} {platform.release()}",
         python=platform.python_version(),
         time=datetime.now(timezone.utc).isoformat(timespec="seconds") if timed else None,
         model_header_sha256=None if model is None else file_sha256(model, HEADER_BYTES),
         trace_sha256=None if trace is None else file_sha256(trace),
     )
+
+
+def _told(variable: str, words: str) -> str:
+    """The words with the value of an environment variable that changes what computes; empty where it is not set."""
+    value = os.environ.get(variable)
+    return words.format(value) if value else ""
 
 
 def file_sha256(file: Path, n_bytes: int = -1) -> str | None:

@@ -111,6 +111,14 @@ def test_files_are_known_by_their_content(tmp_path: Path) -> None:
     assert read_provenance(tmp_path / "absent.gguf").model_header_sha256 is None
 
 
+def test_what_limits_or_replaces_the_kernels_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = read_provenance()
+    monkeypatch.setenv("MOEEDGE_INSTRUCTIONS", "avx2")
+    assert read_provenance().cpu == f"{plain.cpu}, kernels up to avx2"
+    monkeypatch.setenv("LLAMA_CPP_LIB_PATH", "elsewhere")
+    assert read_provenance().llama_cpp_version.startswith(f"{plain.llama_cpp_version} ")
+
+
 def test_commit_and_dirty_flag_of_a_checkout(tmp_path: Path) -> None:
     package = tmp_path / "moeedge"
     package.mkdir()

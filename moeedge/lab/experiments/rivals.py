@@ -88,6 +88,8 @@ class RivalRow(Provenance):
     settings: dict[str, str] = figure("These settings, by name of the program")
     fastest: str | None = figure("The fastest program but moeedge, with its settings")
     ratio: float | None = figure("Median over repetitions of moeedge's speed over that of the fastest. A ratio")
+    low: float | None = figure("Lower end of its 95 % interval; null of one pair", default=None, optional=True)
+    high: float | None = figure("Upper end of the interval", default=None, optional=True)
     limit_ts: float | None = figure(
         "Speed at the limits of memory and multiplications, median of moeedge's processes; experts as if each token of "
         "a prompt chose on its own",
@@ -279,6 +281,9 @@ def make_rows(
     plan: RivalPlan, samples: Sequence[RivalSample], *, source: Provenance, other_load_before: float
 ) -> list[RivalRow]:
     """Returns a row per test."""
+    import numpy as np
+
+    from moeedge.bench.figures import interval_around
     from moeedge.bench.samples import grouped
 
     rows = []
@@ -289,6 +294,9 @@ def make_rows(
         fastest = max((mode for rival, mode in best.items() if rival != OURS), key=medians.__getitem__, default=None)
         base = {sample.key: sample.speed_ts for sample in by_mode.get(fastest or "", ())}
         ours = [each for each in by_mode.get(best.get(OURS, ""), ()) if each.key in base]
+        pairs = [each.speed_ts / base[each.key] for each in ours]
+        ratio = median(pairs) if pairs else None
+        low, high = (None, None) if ratio is None or len(pairs) < 2 else interval_around(ratio, np.array(pairs))
         limits = [each.limit_ts for each in own if each.rival == OURS and each.limit_ts is not None]
         rows.append(
             filled(
@@ -301,7 +309,9 @@ def make_rows(
                 speeds={rival: medians[best[rival]] for rival in RIVALS if rival in best},
                 settings={rival: by_mode[best[rival]][0].settings for rival in RIVALS if rival in best},
                 fastest=fastest,
-                ratio=median(each.speed_ts / base[each.key] for each in ours) if ours else None,
+                ratio=ratio,
+                low=low,
+                high=high,
                 limit_ts=median(limits) if limits else None,
                 other_load_before=other_load_before,
                 samples=tuple(own),

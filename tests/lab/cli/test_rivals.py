@@ -90,7 +90,7 @@ def test_programs_that_are_not_named_are_left_out(
     assert result.exit_code == 0 and "--ik-llama-bench" in result.stderr
     header, line = result.stdout.splitlines()
     assert header.endswith(",stock,moeedge") and line.endswith(",4.0,4.0")
-    assert "| tg4  |      4.00 |        4.00 |              1.00 | stock stock-ar |" in run(*rivals, "-o", "md").stdout
+    assert "| tg4  |      4.00 |        4.00 | 1.00 (1.00 to 1.00) | stock stock-ar |" in run(*rivals, "-o", "md").stdout
     assert "versions: stock 1, moeedge 1" in run(*rivals).stdout
     assert "absent" in refused(*rivals, "--llama-bench", tmp_path / "absent")
 
@@ -153,6 +153,7 @@ def test_processes_take_turns_and_failing_rivals_are_left_out(tmp_path: Path, ti
     assert len(notes) == 1 and "ik_llama.cpp b" in notes[0] and "boom" in notes[0]
     (row,) = make_rows(plan, samples, source=read_provenance(), other_load_before=0.0)
     assert (row.speeds, row.fastest, row.ratio) == ({"llama.cpp": 0.5, "moeedge": 1.0}, "llama.cpp a", 2.0)
+    assert row.low == pytest.approx(2.0) and row.high == pytest.approx(2.0)
     with pytest.raises(EngineError, match="moeedge auto"):
         measured(plan, [make("moeedge", "auto", code=1)], Journal.begin([]), Run())
 
