@@ -33,13 +33,11 @@ MODELS = {
     "gptoss-20b": ("--like gpt-oss-20b --quant mxfp4", 12.1e9),
     "gptoss-20b-q8": ("--like gpt-oss-20b --quant q8_0", 22.3e9),
     "qwen3-30b-2": ("--like qwen3-30b-a3b --quant q4_k_m --layers 2", 1.3e9),  # long prompts take long
-    # a third of the layers, and drafts with a third of theirs: the same cost next to a step
-    "qwen3-30b-16": ("--like qwen3-30b-a3b --quant q4_k_m --layers 16", 6.6e9),
-    "gptoss-20b-8": ("--like gpt-oss-20b --quant mxfp4 --layers 8", 4.9e9),
-    "qwen3-30b-head": ("--like qwen3-30b-a3b --quant q4_k_m --layers 1", 0.9e9),
-    "gptoss-20b-head": ("--like gpt-oss-20b --quant mxfp4 --layers 1", 1.7e9),
-    "qwen3-30b-draft": ("--like qwen3-0.6b --quant q8_0 --layers 9", 0.4e9),
-    "gptoss-20b-draft": ("--like qwen3-0.6b --quant q8_0 --layers 9 --vocab 201088", 0.4e9),
+    # of Qwen3-0.6B's width, with as many layers as take a fifth and a tenth of a step's bytes
+    "qwen3-30b-fifth": ("--like qwen3-0.6b --quant q8_0 --layers 17", 0.5e9),
+    "qwen3-30b-tenth": ("--like qwen3-0.6b --quant q8_0 --layers 3", 0.3e9),
+    "gptoss-20b-fifth": ("--like qwen3-0.6b --quant q8_0 --layers 18 --vocab 201088", 0.6e9),
+    "gptoss-20b-tenth": ("--like qwen3-0.6b --quant q8_0 --layers 2 --vocab 201088", 0.3e9),
 }
 # a sixth of the layers in each mixture of types, and about how many bytes a layer takes
 QUANTS = {"q5_k_m": 0.44e9, "q3_k_m": 0.31e9, "iq4_xs": 0.34e9, "q8_0": 0.67e9, "q4_0": 0.36e9, "bf16": 1.3e9}
@@ -57,7 +55,7 @@ _FLOORS = "-p 512,2048,9 -n 64 -r 3 -t 2"
 _LENGTHS = (1, 2, 4, 8)
 _MODES = ["stock-ar", *(f"{arm}:{n}" for arm in ("stock-sd", "moeedge") for n in _LENGTHS), "moeedge:auto"]
 _ACCEPT = f"-n 64 -r 3 -t 2 -b 64 -ub 64 -dev none --ram off --modes {','.join(_MODES)} -o json"
-_RATES, _DRAFTS = ".5,.7,.8,.9", ("draft", "head", "ngram")
+_RATES, _DRAFTS = ".5,.7,.8,.9", ("fifth", "tenth", "ngram")
 _ARMS = "stock@t2,stock@t4,stock@t8,moeedge,moeedge-auto"
 
 
@@ -84,15 +82,15 @@ def steps() -> list[Step]:
     routed = "bench -md none -dev none --ram off --modes stock-ar,moeedge-ar --routing {routing} -o json"
     made += [Step(f"routed-{name}{kind}", f"{routed} {tests} -m {{{name}}}", (name,))
              for kind, tests in (("", _TESTS), ("-long", _LONG)) for name in ("gptoss-20b", "qwen3-30b")]  # fmt: skip
-    for name, target in (("gptoss-20b", "gptoss-20b-8"), ("qwen3-30b", "qwen3-30b-16")):
+    for name in ("gptoss-20b", "qwen3-30b"):
         for kind in _DRAFTS:
             is_free = kind == "ngram"
-            draft, models = f"{name}-{kind}", (target,) if is_free else (target, f"{name}-{kind}")
-            words = f"bench -m {{{target}}} -md {kind if is_free else f'{{{draft}}}'} {_ACCEPT} --accept {_RATES}"
+            draft, models = f"{name}-{kind}", (name,) if is_free else (name, f"{name}-{kind}")
+            words = f"bench -m {{{name}}} -md {kind if is_free else f'{{{draft}}}'} {_ACCEPT} --accept {_RATES}"
             made.append(Step(f"accept-{name}-{kind}", words + " --routing {routing}" * (name == "gptoss-20b"), models))
-    beyond = "-m {gptoss-20b-q8} -md {gptoss-20b-draft} --routing {routing} -n 512 --rounds 5 --ballast 6GiB"
+    beyond = "-m {gptoss-20b-q8} -md {gptoss-20b-fifth} --routing {routing} -n 512 --rounds 5 --ballast 6GiB"
     program = (sys.executable, "-m", "tests.benchmarks.beyond_ram")
-    models = ("gptoss-20b-q8", "gptoss-20b-draft")
+    models = ("gptoss-20b-q8", "gptoss-20b-fifth")
     made.append(Step("beyond-ram", f"{beyond} --arms {_ARMS} --out {{out}}", models, program))
     prompts = "-m {gptoss-20b-q8} --routing {routing} --rounds 5 --ballast 6GiB --prompt-tokens 512,2048 --out {out}"
     arms = "--arms stock,stock@ub1024,stock@ub2048,moeedge,moeedge@ub2048"
