@@ -52,9 +52,7 @@ MODELS |= {
 _TESTS = "-p 512,2,4,9,17 -n 64 -r 3 -t 2"
 _LONG = "-p 2048 -n 1 -r 3 -t 2 --no-warmup"  # apart, as it takes most of the time
 _FLOORS = "-p 512,2048,9 -n 64 -r 3 -t 2"
-_LENGTHS = (1, 2, 4, 8)
-_MODES = ["stock-ar", *(f"{arm}:{n}" for arm in ("stock-sd", "moeedge") for n in _LENGTHS), "moeedge:auto"]
-_ACCEPT = f"-n 64 -r 3 -t 2 -b 64 -ub 64 -dev none --ram off --modes {','.join(_MODES)} -o json"
+_ACCEPT = "-n 64 -r 3 -t 2 -b 64 -ub 64 -dev none --ram off -o json"
 _RATES, _DRAFTS = ".5,.7,.8,.9", ("fifth", "tenth", "ngram")
 _ARMS = "stock@t2,stock@t4,stock@t8,moeedge,moeedge-auto"
 
@@ -85,8 +83,11 @@ def steps() -> list[Step]:
     for name in ("gptoss-20b", "qwen3-30b"):
         for kind in _DRAFTS:
             is_free = kind == "ngram"
+            fixed = [f"{arm}:{n}" for arm in ("stock-sd", "moeedge") for n in (1, 2, 4, 8)[: 3 + is_free]]
+            modes = ",".join(["stock-ar", *fixed, "moeedge:auto"])
             draft, models = f"{name}-{kind}", (name,) if is_free else (name, f"{name}-{kind}")
             words = f"bench -m {{{name}}} -md {kind if is_free else f'{{{draft}}}'} {_ACCEPT} --accept {_RATES}"
+            words += f" --modes {modes}"
             made.append(Step(f"accept-{name}-{kind}", words + " --routing {routing}" * (name == "gptoss-20b"), models))
     beyond = "-m {gptoss-20b-q8} -md {gptoss-20b-fifth} --routing {routing} -n 512 --rounds 5 --ballast 6GiB"
     program = (sys.executable, "-m", "tests.benchmarks.beyond_ram")
