@@ -84,7 +84,7 @@ def steps() -> list[Step]:
         for kind in _DRAFTS:
             is_free = kind == "ngram"
             fixed = [f"{arm}:{n}" for arm in ("stock-sd", "moeedge") for n in (1, 2, 4, 8)[: 3 + is_free]]
-            modes = ",".join(["stock-ar", *fixed, "moeedge:auto"])
+            modes = ",".join(["stock-ar", *fixed, "moeedge-ar", "moeedge:auto"])
             draft, models = f"{name}-{kind}", (name,) if is_free else (name, f"{name}-{kind}")
             words = f"bench -m {{{name}}} -md {kind if is_free else f'{{{draft}}}'} {_ACCEPT} --accept {_RATES}"
             words += f" --modes {modes}"

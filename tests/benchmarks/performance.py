@@ -2,8 +2,7 @@
 
     python -m tests.benchmarks.performance docs/benchmarks/performance-*.json.gz
 
-Takes records of `moeedge bench -o json` and `moeedge lab rivals -o json`, gzipped or not; of the latter a second run's,
-too, if it lies next to them as NAME-again.json.
+Takes records of `moeedge bench -o json` and `moeedge lab rivals -o json`, gzipped or not.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from typing import Any
 
 from moeedge.bench.figures import MEAN, over_best_stock
 from moeedge.lab.cli.rivals import columns as rivals_columns
-from moeedge.lab.cli.rivals import ratio_text
 from moeedge.lab.experiments.rivals import SCHEMA as RIVALS
 from moeedge.ui.bench_views import limit_lines
 from moeedge.ui.tables import Column, markdown, text_column
@@ -52,16 +50,6 @@ def tables(record: Sequence[Row]) -> Iterator[str]:
     ratios = ", ".join(f"{row['test']} {over_stock(row):.2f}" for row in record)
     yield f"over the faster of stock's layouts: {ratios}\n"
     yield markdown(rivals_columns(rows), rows)
-
-
-def repeated(*records: Sequence[Row]) -> str:
-    """A table of the same command, run several times: speeds and ratios of each run, with their intervals."""
-    columns = [text_column("test", lambda runs: runs[0].test)]
-    for i, title in enumerate(("first", "again")[: len(records)]):
-        columns.append(Column(f"{title}: moeedge t/s", lambda runs, i=i: runs[i].speeds["moeedge"], ".2f"))
-        columns.append(Column("over the fastest", lambda runs, i=i: ratio_text(runs[i])))
-    rows = [[SimpleNamespace(**row) for row in record] for record in records]
-    return markdown(columns, list(zip(*rows, strict=True)))
 
 
 def over_stock(row: Row) -> float:
@@ -160,11 +148,9 @@ def interval(part: Row) -> str:
 
 
 def main() -> None:
-    for path in map(Path, sys.argv[1:]):
-        print(f"\n### {path.name}\n")
-        print("\n".join(tables(read(path))))
-        if (again := path.with_name(path.name.replace(".json", "-again.json"))).is_file():
-            print(repeated(read(path), read(again)))
+    for name in sys.argv[1:]:
+        print(f"\n### {Path(name).name}\n")
+        print("\n".join(tables(read(Path(name)))))
 
 
 if __name__ == "__main__":

@@ -104,7 +104,7 @@ def columns(rows: Sequence[RivalRow]) -> list[Column]:
     speeds = [Column(f"{name} t/s", partial(_speed_ts, name), ".2f") for name in measured]
     # of the speed at which memory delivers the weights, or the processor multiplies them
     limits = [Column("of limit", _limit_share, ".2f")] if any(map(_limit_share, rows)) else []
-    last = [Column(f"{OURS} / fastest", ratio_text, str), text_column("fastest", lambda row: row.fastest or "")]
+    last = [Column(f"{OURS} / fastest", _ratio_text, str), text_column("fastest", lambda row: row.fastest or "")]
     return [text_column("test", "test"), *speeds, *limits, *last]
 
 
@@ -112,7 +112,7 @@ def _speed_ts(name: str, row: RivalRow) -> float | None:
     return row.speeds.get(name)
 
 
-def ratio_text(row: RivalRow) -> str | None:
+def _ratio_text(row: RivalRow) -> str | None:
     """The ratio with its interval, which records before 0.31.0 do not have."""
     if row.ratio is None or getattr(row, "low", None) is None:
         return None if row.ratio is None else f"{row.ratio:.2f}"

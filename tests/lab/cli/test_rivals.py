@@ -90,7 +90,7 @@ def test_programs_that_are_not_named_are_left_out(
     assert result.exit_code == 0 and "--ik-llama-bench" in result.stderr
     header, line = result.stdout.splitlines()
     assert header.endswith(",stock,moeedge") and line.endswith(",4.0,4.0")
-    assert "| tg4  |      4.00 |        4.00 | 1.00 (1.00 to 1.00) | stock stock-ar |" in run(*rivals, "-o", "md").stdout
+    assert "| tg4  |      4.00 |        4.00 | 1.00 (1.00 to 1.00) | stock stock" in run(*rivals, "-o", "md").stdout
     assert "versions: stock 1, moeedge 1" in run(*rivals).stdout
     assert "absent" in refused(*rivals, "--llama-bench", tmp_path / "absent")
 
