@@ -177,9 +177,9 @@ def over_best_stock(own: Samples, stock: Sequence[Samples]) -> tuple[StockRatio,
 
 
 def interval_around(ratio: float, samples: Array) -> tuple[float, float]:
-    """Returns the 95 % interval of `ratio` by these ratios, of which it is a mean: Student's, of their logarithms.
+    """Returns the 95 % interval of `ratio`, a mean or the median of these: Student's, of their logarithms.
 
-    Of more ratios than the table has, it is that of the table's last entry: too wide.
+    It is a little narrow for a median, and too wide for more ratios than the table has (its last entry counts).
     """
     student = _STUDENT[min(len(samples), len(_STUDENT)) - 1]
     margin = student * float(np.log(samples).std(ddof=1)) / len(samples) ** 0.5

@@ -26,8 +26,8 @@ class Provenance:
     version: str = figure("Version of moeedge")
     commit: str | None = figure("Commit of the checkout that contains the package; null for an installed package")
     dirty: bool | None = figure("Whether tracked files differ from that commit")
-    llama_cpp_version: str = figure("Version of llama-cpp-python; behind it where another build of llama.cpp computes")
-    cpu: str = figure("Name of the processor; behind it the newest instructions, where kernels are limited to them")
+    llama_cpp_version: str = figure("Version of llama-cpp-python; behind it LLAMA_CPP_LIB_PATH where it is set")
+    cpu: str = figure("Name of the processor; behind it MOEEDGE_INSTRUCTIONS where it is set")
     os: str = figure("Operating system and release")
     python: str = figure("Version of Python")
     time: str | None = figure("Begin of the run, UTC, ISO 8601; null in output that is the same in every run")
@@ -44,8 +44,8 @@ def read_provenance(model: Path | None = None, *, trace: Path | None = None, tim
         version=moeedge.__version__,
         commit=commit,
         dirty=dirty,
-        llama_cpp_version=version("llama-cpp-python") + _told("LLAMA_CPP_LIB_PATH", " with another build of llama.cpp"),
-        cpu=cpu_name() + _told("MOEEDGE_INSTRUCTIONS", ", kernels up to {}"),
+        llama_cpp_version=version("llama-cpp-python") + _told("LLAMA_CPP_LIB_PATH", " with LLAMA_CPP_LIB_PATH"),
+        cpu=cpu_name() + _told("MOEEDGE_INSTRUCTIONS", ", MOEEDGE_INSTRUCTIONS={}"),
         os=f"{platform.system()} {platform.release()}",
         python=platform.python_version(),
         time=datetime.now(timezone.utc).isoformat(timespec="seconds") if timed else None,

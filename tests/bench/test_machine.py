@@ -112,9 +112,11 @@ def test_files_are_known_by_their_content(tmp_path: Path) -> None:
 
 
 def test_what_limits_or_replaces_the_kernels_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MOEEDGE_INSTRUCTIONS", "LLAMA_CPP_LIB_PATH"):
+        monkeypatch.delenv(name, raising=False)
     plain = read_provenance()
     monkeypatch.setenv("MOEEDGE_INSTRUCTIONS", "avx2")
-    assert read_provenance().cpu == f"{plain.cpu}, kernels up to avx2"
+    assert read_provenance().cpu == f"{plain.cpu}, MOEEDGE_INSTRUCTIONS=avx2"
     monkeypatch.setenv("LLAMA_CPP_LIB_PATH", "elsewhere")
     assert read_provenance().llama_cpp_version.startswith(f"{plain.llama_cpp_version} ")
 
