@@ -226,6 +226,15 @@ def test_performance_has_gains_of_drafts_with_acceptance_and_cost(name: str, col
     assert {label: cells[label] for label in figures} == figures
 
 
+def test_performance_tells_the_loss_of_the_bundled_pair() -> None:
+    ours = next(row for row in read(_RECORDS / "performance-bundled.json.gz") if row["auto_gamma"])
+    ratios = {part["category"]: part["ratio"] for part in ours["best_stock_by_category"]}
+    assert (
+        f"{ratios[MEAN]:.2f} times as fast as stock at its best, with `questions` {min(ratios.values()):.2f}"
+        in _PERFORMANCE
+    )
+
+
 def test_modes_and_the_bound() -> None:
     assert all(f"| {name} |" in _TEXT for name in MODES)
     assert f"Closer than {NEAR_TIE_GAP} " in _TEXT

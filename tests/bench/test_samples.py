@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from moeedge.bench.config import Sweep, applicable_modes, mode_config, parse_modes
-from moeedge.bench.figures import ALL, MEAN, over_best_stock
+from moeedge.bench.figures import ALL, MEAN, interval_around, over_best_stock
 from moeedge.bench.samples import (
     COUNTERS,
     CacheFigures,
@@ -175,6 +176,12 @@ def test_each_category_has_its_own_fastest_stock_mode() -> None:
     # two turns, with ratios of 0.5 and 1: Student's t of one degree of freedom says next to nothing
     margin = 12.706 * math.log(2) / 2**0.5 / 2**0.5
     assert (found[2].low, found[2].high) == pytest.approx((0.75 * math.exp(-margin), 0.75 * math.exp(margin)))
+
+
+def test_the_interval_of_more_ratios_than_the_table_has_is_that_of_its_last_entry() -> None:
+    ratios = np.array([1.0, 2.0] * 4)
+    margin = 2.776 * float(np.log(ratios).std(ddof=1)) / 8**0.5
+    assert interval_around(1.5, ratios) == pytest.approx((1.5 * math.exp(-margin), 1.5 * math.exp(margin)))
 
 
 def test_only_turns_of_every_mode_count() -> None:

@@ -3,7 +3,7 @@
     moeedge lab trace import gptoss20b_decode.npz ROUTING.npz --n-experts 32
     python -m tests.benchmarks.full_shapes FOLDER --routing ROUTING.npz --llama-bench FILE --ik-llama-bench FILE
 
-FOLDER gets the models (`moeedge lab make-model`; about 105 GB with all) and, in `records`, a record per step and a log
+FOLDER gets the models (`moeedge lab make-model`; about 90 GB with all) and, in `records`, a record per step and a log
 of what it printed. A step whose record is there is left out, and an interrupted one goes on where it was, so that the
 same command goes on with everything. --steps names some, --list shows them. Before each step the machine must be quiet,
 and the disk must have room for the models that it needs. All programs get their memory in pages of 2 MiB
@@ -33,6 +33,8 @@ MODELS = {
     "gptoss-20b": ("--like gpt-oss-20b --quant mxfp4", 12.1e9),
     "gptoss-20b-q8": ("--like gpt-oss-20b --quant q8_0", 22.3e9),
     "qwen3-30b-2": ("--like qwen3-30b-a3b --quant q4_k_m --layers 2", 1.3e9),  # long prompts take long
+    "qwen3-30b-head": ("--like qwen3-30b-a3b --quant q4_k_m --layers 1", 0.9e9),
+    "gptoss-20b-head": ("--like gpt-oss-20b --quant mxfp4 --layers 1", 1.7e9),
     # of Qwen3-0.6B's width, with as many layers as take a fifth and a tenth of a step's bytes
     "qwen3-30b-fifth": ("--like qwen3-0.6b --quant q8_0 --layers 17", 0.5e9),
     "qwen3-30b-tenth": ("--like qwen3-0.6b --quant q8_0 --layers 3", 0.3e9),
@@ -53,7 +55,7 @@ _TESTS = "-p 512,2,4,9,17 -n 64 -r 3 -t 2"
 _LONG = "-p 2048 -n 1 -r 3 -t 2 --no-warmup"  # apart, as it takes most of the time
 _FLOORS = "-p 512,2048,9 -n 64 -r 3 -t 2"
 _ACCEPT = "-n 64 -r 3 -t 2 -b 64 -ub 64 -dev none --ram off -o json"
-_RATES, _DRAFTS = ".5,.7,.8,.9", ("fifth", "tenth", "ngram")
+_RATES, _DRAFTS = ".5,.7,.8,.9", ("fifth", "tenth", "head", "ngram")
 _ARMS = "stock@t2,stock@t4,stock@t8,moeedge,moeedge-auto"
 
 
