@@ -5,7 +5,8 @@
 
 FOLDER gets the models (`moeedge lab make-model`; about 90 GB with all) and, in `records`, a record per step and a log
 of what it printed. A step whose record is there is left out, and an interrupted one goes on where it was, so that the
-same command goes on with everything. --steps names some, --list shows them. Before each step the machine must be quiet,
+same command goes on with everything. --steps names some, --list shows them; --again runs them a second time and says
+which figures lie within the intervals of the first. Before each step the machine must be quiet,
 and the disk must have room for the models that it needs. All programs get their memory in pages of 2 MiB
 (glibc's tunable).
 """
@@ -23,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from moeedge.hardware.host import BUSY, others_now
+from tests.benchmarks.performance import read, repeated
 
 MOEEDGE = (sys.executable, "-m", "moeedge")
 _WAIT_S, _PAUSE_S = 120, 5  # for a quiet machine
@@ -123,7 +125,9 @@ def wait_until_quiet() -> None:
 
 def run_step(step: Step, options: argparse.Namespace) -> bool:
     """Runs a step whose record is missing; returns whether the record is there."""
-    record, log = (options.folder / "records" / f"{step.name}.{suffix}" for suffix in ("json", "log"))
+    first = options.folder / "records" / f"{step.name}.json"
+    record = first.with_stem(f"{step.name}-again") if options.again else first
+    log = record.with_suffix(".log")
     if record.is_file():
         return True
     make_models(step.models, options.folder)
@@ -148,6 +152,8 @@ def run_step(step: Step, options: argparse.Namespace) -> bool:
     if "{out}" not in step.words:
         part.write_bytes(done.stdout)
     part.rename(record)
+    if options.again and first.is_file():
+        print("\n".join(repeated(read(first), read(record))), flush=True)
     return True
 
 
@@ -158,6 +164,7 @@ def main() -> None:
     parser.add_argument("--llama-bench", type=Path)
     parser.add_argument("--ik-llama-bench", type=Path)
     parser.add_argument("--steps", default="", help="names, separated by commas; default: all")
+    parser.add_argument("--again", action="store_true", help="a second time, compared with the first")
     parser.add_argument("--list", action="store_true")
     options = parser.parse_args()
     every = steps()

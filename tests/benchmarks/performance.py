@@ -1,8 +1,9 @@
 """The tables of docs/performance.md from its records.
 
     python -m tests.benchmarks.performance docs/benchmarks/performance-*.json.gz
+    python -m tests.benchmarks.performance --again FIRST AGAIN      # do the figures of a command repeat?
 
-Takes records of `moeedge bench -o json` and `moeedge lab rivals -o json`, gzipped or not.
+Takes records of `moeedge bench -o json`, `moeedge lab rivals -o json` and, repeated, of beyond_ram; gzipped or not.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from moeedge.bench.figures import MEAN, over_best_stock
+import numpy as np
+
+from moeedge.bench.figures import MEAN, interval_around, over_best_stock
+from moeedge.lab.analysis.draft_surface import surface_points
 from moeedge.lab.cli.rivals import columns as rivals_columns
 from moeedge.lab.experiments.rivals import SCHEMA as RIVALS
 from moeedge.ui.bench_views import limit_lines
@@ -24,6 +28,7 @@ from moeedge.ui.tables import Column, markdown, text_column
 from moeedge.units import format_bytes
 
 Row = dict[str, Any]
+Ratio = tuple[float, float, float]  # with its 95 % interval
 _REAL_COSTS = (0.2, 0.3)  # T_D / T_T(1) of Qwen3-0.6B next to Qwen3-30B-A3B
 
 
@@ -147,7 +152,61 @@ def interval(part: Row) -> str:
     return f"{part['ratio']:.3f}" + (f" ({part['low']:.3f} to {part['high']:.3f})" if part["low"] is not None else "")
 
 
+def ratios(record: Any) -> dict[str, Ratio]:
+    """By test the ratio of ours that the record's table tells: over the fastest rival, best stock mode, or stock."""
+    if isinstance(record, dict):
+        return {arm: _median_ratio(pairs) for arm, pairs in over_stock_by_round(record).items()}
+    if record[0]["schema"] == RIVALS:
+        return {row["test"]: (row["ratio"], row["low"], row["high"]) for row in record if row["low"] is not None}
+    found = {f"accepted {point.acceptance:g}": (point.ratio, point.low, point.high) for point in surface_points(record)}
+    for row in () if found else record:
+        stock = next(other for other in record if other["mode"] == "stock-ar" and other["test"] == row["test"])
+        speeds = "tg_ts_samples" if row["n_gen"] else "pp_ts_samples"
+        if row is not stock:
+            found[row["test"]] = _median_ratio(np.divide(row[speeds], stock[speeds]).tolist())
+    return {test: (ratio, low, high) for test, (ratio, low, high) in found.items() if low and high}
+
+
+def over_stock_by_round(record: Row) -> dict[str, list[float]]:
+    """Of a record of beyond_ram: by arm of ours, tokens/s over those of the round's fastest arm of stock."""
+    speeds: dict[str, dict[int, float]] = {}
+    for run in record["runs"]:
+        (answer,) = run["answers"]
+        speeds.setdefault(run["arm"], {})[run["round"]] = answer["decode_tokens"] / answer["decode_s"]
+    stock = [own for arm, own in speeds.items() if arm.startswith("stock")]
+    return {
+        arm: [own[turn] / max(other[turn] for other in stock) for turn in sorted(own)]
+        for arm, own in speeds.items()
+        if not arm.startswith("stock")
+    }
+
+
+def _median_ratio(pairs: list[float]) -> Ratio:
+    median = statistics.median(pairs)
+    return (median, *interval_around(median, np.array(pairs)))
+
+
+def repeated(first: Any, again: Any) -> Iterator[str]:
+    """The ratios of a command, run twice, and whether the second lies within the interval of the first."""
+    others = ratios(again)
+    lines = [(test, own, others[test]) for test, own in ratios(first).items()]
+    columns = [
+        text_column("test", 0), text_column("first", lambda line: "{:.2f} ({:.2f} to {:.2f})".format(*line[1])),
+        text_column("again", lambda line: "{:.2f} ({:.2f} to {:.2f})".format(*line[2])),
+        text_column("within", lambda line: "yes" if is_within(*line[1:]) else "no"),
+    ]  # fmt: skip
+    yield markdown(columns, lines)
+    yield f"{sum(is_within(*line[1:]) for line in lines)} of {len(lines)} within the interval of the first run"
+
+
+def is_within(first: Ratio, again: Ratio) -> bool:
+    return first[1] <= again[0] <= first[2]
+
+
 def main() -> None:
+    if sys.argv[1:2] == ["--again"]:
+        print("\n".join(repeated(*(read(Path(name)) for name in sys.argv[2:]))))
+        return
     for name in sys.argv[1:]:
         print(f"\n### {Path(name).name}\n")
         print("\n".join(tables(read(Path(name)))))

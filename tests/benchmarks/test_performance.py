@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from tests.benchmarks.performance import draft_cost, read, recosted, tables
+from tests.benchmarks.performance import draft_cost, ratios, read, recosted, repeated, tables
 
-_RECORDS = sorted((Path(__file__).resolve().parents[2] / "docs" / "benchmarks").glob("performance-*.json.gz"))
+_FOLDER = Path(__file__).resolve().parents[2] / "docs" / "benchmarks"
+_RECORDS = sorted(_FOLDER.glob("performance-*.json.gz"))
 
 
 @pytest.mark.parametrize("path", _RECORDS, ids=lambda path: path.name)
@@ -33,3 +34,29 @@ def test_a_dearer_draft_costs_its_tokens() -> None:
     assert recosted(rows, ours, 0.2, 1) == pytest.approx(8.0 / 4.8)
     ngrams = row("stock-ngram", 2.0, 4, 0.4) | {"draft": "ngram", "auto_gamma": False}
     assert recosted([*rows, ngrams], ours, 0.2, 0) == pytest.approx(2.0 / 4.4)
+
+
+@pytest.mark.parametrize(
+    ("name", "tests"),
+    [
+        ("rivals-gptoss-20b-avxvnni", ["pp512", "pp2", "pp4", "pp9", "pp17", "tg64"]),
+        ("surface-qwen3-30b-fifth", ["accepted 0.5", "accepted 0.7", "accepted 0.8", "accepted 0.9"]),
+        ("routed-gptoss-20b", ["pp512", "pp2", "pp4", "pp9", "pp17", "tg64"]),
+        ("beyond-ram-gptoss-20b", ["moeedge", "moeedge-auto"]),
+    ],
+)
+def test_a_command_that_is_run_again_is_compared(name: str, tests: list[str]) -> None:
+    record = read(_FOLDER / f"{name}.json.gz")
+    found = ratios(record)
+    assert list(found) == tests
+    assert all(low < ratio < high for ratio, low, high in found.values())
+    assert f"{len(tests)} of {len(tests)}" in list(repeated(record, record))[-1]
+
+
+def test_a_ratio_outside_the_first_interval_is_told() -> None:
+    record = read(_FOLDER / "rivals-gptoss-20b-avxvnni.json.gz")
+    again = [row | {"ratio": 2 * row["high"]} if row["test"] == "pp2" else row for row in record]
+    table, last = repeated(record, again)
+    assert last.startswith("5 of 6 ")
+    (line,) = (line for line in table.splitlines() if "pp2 " in line)
+    assert line.split("|")[-2].strip() == "no"
