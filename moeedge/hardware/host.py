@@ -82,6 +82,7 @@ def _number(file: Path) -> int:
 
 
 CPU_INFO = Path("/proc/cpuinfo")  # Linux only
+LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")  # Linux only
 _QUOTA = (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"))  # of version 2 and 1 of control groups
 # flag in /proc/cpuinfo: the instructions' name; those that kernels of llama.cpp or ours use
 _INSTRUCTIONS = {
@@ -109,6 +110,14 @@ def instruction_sets() -> list[str]:
     """Returns the vector instructions that the system reports; empty where it reports none."""
     flags = (value_in(CPU_INFO, "flags") or value_in(CPU_INFO, "features")).lower().split()
     return [name for flag, name in _INSTRUCTIONS.items() if flag in flags]
+
+
+def has_large_pages() -> bool:
+    """Whether a program that asks for pages of 2 MiB may get them; True where the system does not say."""
+    try:
+        return "[never]" not in LARGE_PAGES.read_text(encoding="ascii")
+    except OSError:
+        return True
 
 
 def usable_cores() -> int:

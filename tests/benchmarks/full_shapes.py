@@ -17,6 +17,7 @@ import argparse
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -142,15 +143,23 @@ def run_step(step: Step, options: argparse.Namespace) -> bool:
     print(f"{time.strftime('%H:%M')} {step.name}: {' '.join(words)}", flush=True)
     tunables = [*filter(None, [os.environ.get("GLIBC_TUNABLES")]), "glibc.malloc.hugetlb=1"]
     environment = os.environ | {"GLIBC_TUNABLES": ":".join(tunables)}
-    with log.open("a", encoding="utf-8") as errors:
-        done = subprocess.run(
-            [*step.program, *words], stdout=subprocess.PIPE, stderr=errors, check=False, env=environment
-        )
-    if done.returncode != 0:
-        print(f"{step.name} ended with {done.returncode}: see {log}")
+    command = [*step.program, *words]
+    with (
+        log.open("a", encoding="utf-8") as errors,
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, env=environment, start_new_session=True
+        ) as process,
+    ):
+        try:
+            output, _ = process.communicate()
+        except BaseException:  # Ctrl-C or SIGTERM: the programs that it runs would disturb the next step
+            os.killpg(process.pid, signal.SIGTERM)
+            raise
+    if process.returncode != 0:
+        print(f"{step.name} ended with {process.returncode}: see {log}")
         return False
     if "{out}" not in step.words:
-        part.write_bytes(done.stdout)
+        part.write_bytes(output)
     part.rename(record)
     if options.again and first.is_file():
         print("\n".join(repeated(read(first), read(record))), flush=True)
@@ -175,6 +184,7 @@ def main() -> None:
     if options.routing is None and any("{routing}" in step.words for step in chosen):
         parser.error("--routing is missing")
     (options.folder / "records").mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
     failed = [step.name for step in chosen if not run_step(step, options)]
     if failed:
         raise SystemExit(f"Not measured: {', '.join(failed)}.")

@@ -128,7 +128,10 @@ def test_a_busy_machine_and_a_containers_limit(machine: Machine) -> None:
 
 
 def test_little_memory_and_an_old_processor(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.write("large-pages", "always [madvise] never\n")
     assert only(doctor.memory()).status == "ok"
+    machine.write("large-pages", "always madvise [never]\n")
+    assert only(doctor.memory()).status == "info"
     machine.set_memory(2**28, 2**34)
     assert only(doctor.memory()).status == "warning"
     monkeypatch.setattr(doctor.platform, "machine", lambda: "x86_64")

@@ -205,6 +205,7 @@ class Machine(Here):
         self.patch(host, "_GROUPS", root)
         self.patch(host, "_MEMBERSHIP", root / "membership")
         self.patch(host, "CPU_INFO", root / "cpuinfo")
+        self.patch(host, "LARGE_PAGES", root / "large-pages")
         self.set_memory(48 * GIB, 64 * GIB)
         self.offer(CPU)
 
