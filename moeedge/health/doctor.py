@@ -282,7 +282,7 @@ def memory() -> Iterator[Finding]:
     if swapped > _LITTLE_BYTES and free < total / 4:
         text += f", {format_bytes(swapped)} swapped out"
     little = free < _LITTLE_BYTES and "End other programs, or choose a smaller model (moeedge plan)."
-    small_pages = not has_large_pages() and f"Write madvise to {LARGE_PAGES}: decoding gains some percent."
+    small_pages = not has_large_pages() and f"As root write madvise to {LARGE_PAGES}: decoding may gain some percent."
     text += ", pages of 2 MiB are off" if small_pages else ""
     yield _warn_if("memory", text, little, small_pages, status="warning" if little else "info")
 

@@ -14,6 +14,7 @@ and the disk must have room for the models that it needs. All programs get their
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import shutil
@@ -38,7 +39,7 @@ MODELS = {
     "qwen3-30b-2": ("--like qwen3-30b-a3b --quant q4_k_m --layers 2", 1.3e9),  # long prompts take long
     "qwen3-30b-head": ("--like qwen3-30b-a3b --quant q4_k_m --layers 1", 0.9e9),
     "gptoss-20b-head": ("--like gpt-oss-20b --quant mxfp4 --layers 1", 1.7e9),
-    # of Qwen3-0.6B's width, with as many layers as take a fifth and a tenth of a step's bytes
+    # of Qwen3-0.6B's width, with as many layers as take a fifth and a tenth of a step's bytes (of its time more)
     "qwen3-30b-fifth": ("--like qwen3-0.6b --quant q8_0 --layers 17", 0.5e9),
     "qwen3-30b-tenth": ("--like qwen3-0.6b --quant q8_0 --layers 3", 0.3e9),
     "gptoss-20b-fifth": ("--like qwen3-0.6b --quant q8_0 --layers 18 --vocab 201088", 0.6e9),
@@ -153,7 +154,9 @@ def run_step(step: Step, options: argparse.Namespace) -> bool:
         try:
             output, _ = process.communicate()
         except BaseException:  # Ctrl-C or SIGTERM: the programs that it runs would disturb the next step
-            os.killpg(process.pid, signal.SIGTERM)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+            process.communicate()  # it says how to go on
             raise
     if process.returncode != 0:
         print(f"{step.name} ended with {process.returncode}: see {log}")

@@ -189,7 +189,7 @@ def _median_ratio(pairs: list[float]) -> Ratio:
 def repeated(first: Any, again: Any) -> Iterator[str]:
     """The ratios of a command, run twice, and whether the second lies within the interval of the first."""
     others = ratios(again)
-    lines = [(test, own, others[test]) for test, own in ratios(first).items()]
+    lines = [(test, own, others[test]) for test, own in ratios(first).items() if test in others]
     columns = [
         text_column("test", 0), text_column("first", lambda line: "{:.2f} ({:.2f} to {:.2f})".format(*line[1])),
         text_column("again", lambda line: "{:.2f} ({:.2f} to {:.2f})".format(*line[2])),
