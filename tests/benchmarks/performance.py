@@ -155,7 +155,7 @@ def interval(part: Row) -> str:
 def ratios(record: Any) -> dict[str, Ratio]:
     """By test the ratio of ours that the record's table tells: over the fastest rival, best stock mode, or stock."""
     if isinstance(record, dict):
-        return {arm: _median_ratio(pairs) for arm, pairs in over_stock_by_round(record).items()}
+        return {test: _median_ratio(pairs) for test, pairs in over_stock_by_round(record).items()}
     if record[0]["schema"] == RIVALS:
         return {row["test"]: (row["ratio"], row["low"], row["high"]) for row in record if row["low"] is not None}
     found = {f"accepted {point.acceptance:g}": (point.ratio, point.low, point.high) for point in surface_points(record)}
@@ -168,17 +168,19 @@ def ratios(record: Any) -> dict[str, Ratio]:
 
 
 def over_stock_by_round(record: Row) -> dict[str, list[float]]:
-    """Of a record of beyond_ram: by arm of ours, tokens/s over those of the round's fastest arm of stock."""
-    speeds: dict[str, dict[int, float]] = {}
+    """Of a record of beyond_ram: by arm of ours and test, tokens/s over those of the round's fastest arm of stock."""
+    speeds: dict[tuple[str, int], dict[str, float]] = {}
     for run in record["runs"]:
-        (answer,) = run["answers"]
-        speeds.setdefault(run["arm"], {})[run["round"]] = answer["decode_tokens"] / answer["decode_s"]
-    stock = [own for arm, own in speeds.items() if arm.startswith("stock")]
-    return {
-        arm: [own[turn] / max(other[turn] for other in stock) for turn in sorted(own)]
-        for arm, own in speeds.items()
-        if not arm.startswith("stock")
-    }
+        timed = [("tg", answer["decode_tokens"] / answer["decode_s"]) for answer in run["answers"]]
+        timed += [(f"pp{prompt['tokens']}", prompt["tokens"] / prompt["prefill_s"]) for prompt in run["prompts"]]
+        for test, speed_ts in timed:
+            speeds.setdefault((test, run["round"]), {})[run["arm"]] = speed_ts
+    pairs: dict[str, list[float]] = {}
+    for (test, _), own in sorted(speeds.items()):
+        stock_ts = max(speed_ts for arm, speed_ts in own.items() if arm.startswith("stock"))
+        for arm in sorted(arm for arm in own if not arm.startswith("stock")):
+            pairs.setdefault(f"{arm} {test}", []).append(own[arm] / stock_ts)
+    return pairs
 
 
 def _median_ratio(pairs: list[float]) -> Ratio:

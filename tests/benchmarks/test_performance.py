@@ -42,7 +42,7 @@ def test_a_dearer_draft_costs_its_tokens() -> None:
         ("rivals-gptoss-20b-avxvnni", ["pp512", "pp2", "pp4", "pp9", "pp17", "tg64"]),
         ("surface-qwen3-30b-fifth", ["accepted 0.5", "accepted 0.7", "accepted 0.8", "accepted 0.9"]),
         ("routed-gptoss-20b", ["pp512", "pp2", "pp4", "pp9", "pp17", "tg64"]),
-        ("beyond-ram-gptoss-20b", ["moeedge", "moeedge-auto"]),
+        ("beyond-ram-gptoss-20b", ["moeedge tg", "moeedge-auto tg"]),
     ],
 )
 def test_a_command_that_is_run_again_is_compared(name: str, tests: list[str]) -> None:
@@ -51,6 +51,16 @@ def test_a_command_that_is_run_again_is_compared(name: str, tests: list[str]) ->
     assert list(found) == tests
     assert all(low < ratio < high for ratio, low, high in found.values())
     assert f"{len(tests)} of {len(tests)}" in list(repeated(record, record))[-1]
+
+
+def test_prompts_beyond_ram_are_compared_with_the_rounds_fastest_stock() -> None:
+    seconds = {"stock": (4.0, 8.0), "stock@ub2048": (8.0, 4.0), "moeedge": (2.0, 2.0)}
+    runs = [
+        {"arm": arm, "round": turn, "answers": [], "prompts": [{"tokens": 512, "prefill_s": prefill_s}]}
+        for arm, own in seconds.items()
+        for turn, prefill_s in enumerate(own)
+    ]
+    assert ratios({"runs": runs}) == {"moeedge pp512": pytest.approx((2.0, 2.0, 2.0))}
 
 
 def test_a_ratio_outside_the_first_interval_is_told() -> None:
