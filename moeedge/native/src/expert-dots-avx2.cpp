@@ -17,116 +17,79 @@ namespace moeedge {
 
 namespace {
 
-// blocks of 32, four rows
+// blocks of 32, one row
 
-// n_sums: of each row, which blocks take in turn
+// n_sums: of the row, which blocks take in turn
 template <typename block_type, int N, int n_sums>
-void dots_32(int64_t n_blocks, const block_type * const * rows, size_t row_bytes,
-             const column_block * const * columns, float * const * out) {
-    constexpr int n_at_once = N == 1 ? 2 : 1; // rows, so that several sums are under way; one row is read best
-    // the same place in rows that come later
-    const size_t  ahead     = (ahead_bytes / (n_at_once * row_bytes) + 1) * n_at_once * row_bytes;
-
-    for (int first = 0; first < 4; first += n_at_once) {
-        __m256 sums[n_sums][n_at_once][N];
+void dots_32(int64_t n_blocks, const block_type * row, const column_block * const * columns, float * const * out) {
+    __m256 sums[n_sums][N];
+    UNROLLED
+    for (int i = 0; i < n_sums * N; i++) {
+        sums[i / N][i % N] = _mm256_setzero_ps();
+    }
+    for (int64_t b = 0; b < n_blocks; b += n_sums) {
         UNROLLED
-        for (int i = 0; i < n_sums * n_at_once * N; i++) {
-            sums[i / (n_at_once * N)][i / N % n_at_once][i % N] = _mm256_setzero_ps();
-        }
-        for (int64_t b = 0; b < n_blocks; b += n_sums) {
+        for (int i = 0; i < n_sums; i++) {
+            const block_type & block = row[b + i];
+            ask_for(&block);
+            const __m256i x    = values_of(block);
+            const __m256i size = _mm256_abs_epi8(x);
+            const float   d    = factor_of(block);
             UNROLLED
-            for (int i = 0; i < n_sums * n_at_once; i++) {
-                const int          r     = i % n_at_once;
-                const int64_t      at    = b + i / n_at_once;
-                const block_type & block = rows[first + r][at];
-                _mm_prefetch((const char *) &block + ahead, _MM_HINT_T0);
-                const __m256i x    = values_of(block);
-                const __m256i size = _mm256_abs_epi8(x);
-                const float   d    = factor_of(block);
-                UNROLLED
-                for (int c = 0; c < N; c++) {
-                    const column_block & column = columns[c][at];
-                    const __m256         sum    = _mm256_cvtepi32_ps(sums_of_four(size, _mm256_sign_epi8(load(column.q), x)));
-                    __m256 &             to     = sums[i / n_at_once][r][c];
-                    to                          = _mm256_fmadd_ps(_mm256_set1_ps(d * column.d), sum, to);
-                }
+            for (int c = 0; c < N; c++) {
+                const column_block & column = columns[c][b + i];
+                const __m256         sum    = _mm256_cvtepi32_ps(sums_of_four(size, _mm256_sign_epi8(load(column.q), x)));
+                sums[i][c]                  = _mm256_fmadd_ps(_mm256_set1_ps(d * column.d), sum, sums[i][c]);
             }
         }
-        UNROLLED
-        for (int i = 0; i < n_at_once * N; i++) {
-            const int r = i / N, c = i % N;
-            out[c][first + r] = sum_of(n_sums == 1 ? sums[0][r][c] : _mm256_add_ps(sums[0][r][c], sums[n_sums - 1][r][c]));
-        }
+    }
+    UNROLLED
+    for (int c = 0; c < N; c++) {
+        *out[c] = sum_of(n_sums == 1 ? sums[0][c] : _mm256_add_ps(sums[0][c], sums[n_sums - 1][c]));
     }
 }
 
 template <typename block_type, int n_sums = 1> struct for_32 {
-    static constexpr int64_t n_rows = 4;
-    template <int N> static void run(int64_t n, const char * rows, size_t row_bytes, const void * const * columns, float * const * out) {
-        const block_type * each[n_rows];
-        for (int64_t r = 0; r < n_rows; r++) {
-            each[r] = (const block_type *) (rows + r * (int64_t) row_bytes);
-        }
-        dots_32<block_type, N, n_sums>(n / 32, each, row_bytes, (const column_block * const *) columns, out);
+    static constexpr int64_t n_rows = 1;
+    template <int N> static void run(int64_t n, const char * rows, size_t, const void * const * columns, float * const * out) {
+        dots_32<block_type, N, n_sums>(n / 32, (const block_type *) rows, (const column_block * const *) columns, out);
     }
 };
 
 // a row and many columns, a part of both at a time: a row is unpacked once for all of them
 
-#if defined(__AVXVNNI__)
-// Sums begin at the bits of a float whose fraction counts ones, so that a subtraction takes the place of a conversion
-struct row_values {
-    static constexpr char too_large = (char) 0x80; // by which a column's bytes are, so that they are unsigned
-
-    __m256i x, start;
-    __m256  begin = _mm256_set1_ps(12582912); // 1.5 * 2^23
-
-    explicit row_values(__m256i values) : x(values) {
-        start = _mm256_sub_epi32(_mm256_castps_si256(begin), sums_of_four(_mm256_set1_epi8(too_large), x));
-    }
-    __m256 times(__m256i column) const {
-        return _mm256_sub_ps(_mm256_castsi256_ps(_mm256_dpbusd_avx_epi32(start, column, x)), begin);
-    }
-};
-#else
-struct row_values {
-    static constexpr char too_large = 0;
-
-    __m256i x, size;
-
-    explicit row_values(__m256i values) : x(values), size(_mm256_abs_epi8(values)) {}
-    __m256 times(__m256i column) const { return _mm256_cvtepi32_ps(sums_of_four(size, _mm256_sign_epi8(column, x))); }
-};
-#endif
-
 template <typename block_type, int n_sums, int N> struct wide_dots_32 {
-    static constexpr int64_t n_part    = 64; // blocks
+    static constexpr int64_t n_part    = row_values::n_part;
     static constexpr int64_t n_kept    = 64; // rows whose sums wait for the next part
-    static constexpr int     n_factors = (N + 3) / 4 * 4;
+    static constexpr int     n_factors = (N + 7) / 8 * 8;
 
-    alignas(32) uint8_t columns[n_part][N][32];
+    alignas(32) uint8_t columns[n_part][N][row_values::n_bytes];
     alignas(32) float   of_columns[n_part][n_factors]; // factors
     alignas(32) float   of_both[n_part][n_factors];    // times those of the row
     __m256              sums[n_kept][n_sums][N];
 
-    void read_columns(const column_block * const * from, int64_t first, int64_t n) {
+    // returns whether a value is -128, which ggml quantizes numbers to that are not finite; it multiplies its size with -128
+    bool read_columns(const column_block * const * from, int64_t first, int64_t n) {
+        int32_t lowest = 0;
         for (int64_t b = 0; b < n; b++) {
             for (int c = 0; c < n_factors; c++) {
                 const column_block & column = from[c < N ? c : 0][first + b]; // unused factors are usual numbers: others take long
                 of_columns[b][c]            = column.d;
                 if (c < N) {
-                    store(columns[b][c], _mm256_xor_si256(load(column.q), _mm256_set1_epi8(row_values::too_large)));
+                    lowest |= column.offset;
+                    row_values::write(load(column.q), columns[b][c]);
                 }
             }
         }
+        return lowest != 0;
     }
 
     void add(const block_type * row, int64_t n, __m256 (*to)[N]) {
         for (int64_t b = 0; b < n; b++) {
-            const __m128 d = _mm_set1_ps(factor_of(row[b]));
+            const __m256 d = _mm256_set1_ps(factor_of(row[b]));
             UNROLLED
-            for (int c = 0; c < n_factors; c += 4) {
-                _mm_store_ps(of_both[b] + c, _mm_mul_ps(d, _mm_load_ps(of_columns[b] + c)));
+            for (int c = 0; c < n_factors; c += 8) {
+                _mm256_store_ps(of_both[b] + c, _mm256_mul_ps(d, _mm256_load_ps(of_columns[b] + c)));
             }
         }
         for (int i = 0; i < n_sums; i++) { // which blocks take in turn; registers hold one of each column
@@ -140,7 +103,7 @@ template <typename block_type, int n_sums, int N> struct wide_dots_32 {
                 ask_for(&row[b]);
                 UNROLLED
                 for (int c = 0; c < N; c++) {
-                    sum[c] = _mm256_fmadd_ps(_mm256_broadcast_ss(&of_both[b][c]), values.times(load(columns[b][c])), sum[c]);
+                    sum[c] = _mm256_fmadd_ps(_mm256_broadcast_ss(&of_both[b][c]), values.times(columns[b][c]), sum[c]);
                 }
             }
             UNROLLED
@@ -150,14 +113,15 @@ template <typename block_type, int n_sums, int N> struct wide_dots_32 {
         }
     }
 
-    void run(int64_t n_blocks, const char * rows, size_t row_bytes, int64_t n_rows, const column_block * const * from, float * const * out) {
+    // returns false where it must not compute
+    bool run(int64_t n_blocks, const char * rows, size_t row_bytes, int64_t n_rows, const column_block * const * from, float * const * out) {
         for (int64_t r = 0; r < n_rows; r += n_kept) {
             const int64_t n_now = n_rows - r < n_kept ? n_rows - r : n_kept;
             memset(sums, 0, (size_t) n_now * sizeof(sums[0]));
             for (int64_t first = 0; first < n_blocks; first += n_part) {
                 const int64_t n = n_blocks - first < n_part ? n_blocks - first : n_part;
-                if (r == 0 || n_blocks > n_part) {
-                    read_columns(from, first, n);
+                if ((r == 0 || n_blocks > n_part) && read_columns(from, first, n)) {
+                    return false;
                 }
                 for (int64_t i = 0; i < n_now; i++) {
                     add((const block_type *) (rows + (r + i) * (int64_t) row_bytes) + first, n, sums[i]);
@@ -169,6 +133,7 @@ template <typename block_type, int n_sums, int N> struct wide_dots_32 {
                 }
             }
         }
+        return true;
     }
 };
 
@@ -176,7 +141,9 @@ template <typename block_type, int n_sums>
 void wide_dots(int64_t n, const void * rows, size_t row_bytes, int64_t n_rows, const void * const * columns, int n_columns, float * const * out) {
     const int c = in_passes<8, 9>(n_columns, [&](auto n_now, int first) {
         wide_dots_32<block_type, n_sums, n_now> pass;
-        pass.run(n / 32, (const char *) rows, row_bytes, n_rows, (const column_block * const *) columns + first, out + first);
+        if (!pass.run(n / 32, (const char *) rows, row_bytes, n_rows, (const column_block * const *) columns + first, out + first)) {
+            all_dots<for_32<block_type, n_sums>>(n, rows, row_bytes, n_rows, columns + first, n_now, out + first);
+        }
     });
     all_dots<for_32<block_type, n_sums>>(n, rows, row_bytes, n_rows, columns + c, n_columns - c, out + c);
 }
@@ -301,40 +268,46 @@ template <typename L> struct for_32x8 {
 struct for_q4_Kx8 {
     static constexpr int64_t n_rows = 8;
     template <int N> static void run(int64_t n, const char * rows, size_t, const void * const * columns, float * const * out) {
-        group_dots_q4_K<N>(n / 256, (const block_q4_Kx8 *) rows, (const block_q8_K * const *) columns, out);
+        group_dots_q4_K<N>(n / 256, (const block_q4_Kx8 *) rows, (const column_256 * const *) columns, out);
     }
 };
+
+// F rounds as P does: up to four columns at a time F is faster
+template <typename F, typename P>
+void few_dots(int64_t n, const void * rows, size_t row_bytes, int64_t n_rows, const void * const * columns, int n_columns, float * const * out) {
+    (n_columns > n_columns_max ? panel_dots<P> : all_dots<F>) (n, rows, row_bytes, n_rows, columns, n_columns, out);
+}
 
 constexpr const char * instructions = has_vnni ? "avxvnni" : "avx2";
 
 template <typename L> constexpr dot_kernel kernel_of_32x8(const char * layout, ggml_type type) {
     const dots_function many = panel_dots<panels_32<L>>;
-    return { instructions, layout, type, true, GGML_TYPE_Q8_0, 32, sizeof(column_block), 8, 32, pack_columns<L::offset>, all_dots<for_32x8<L>>,
+    return { instructions, layout, type, true, GGML_TYPE_Q8_0, 32, sizeof(column_block), 8, 32, pack_columns<L::offset>, few_dots<for_32x8<L>, panels_32<L>>,
              many, 7, 8, many, nullptr };
 }
 
 template <typename block_type> constexpr dot_kernel kernel_of_32(const char * layout, ggml_type type) {
     const dots_function many = wide_dots<block_type, 1>;
-    return { instructions, layout, type, false, GGML_TYPE_Q8_0, 32, sizeof(column_block), 4, 32, pack_columns<0>, all_dots<for_32<block_type>>, many, 7, 8, many, nullptr };
+    return { instructions, layout, type, false, GGML_TYPE_Q8_0, 32, sizeof(column_block), 4, 32, pack_columns<0, true>, all_dots<for_32<block_type>>, many, 7, 8, many, nullptr };
 }
 
 // with two sums of each row; ggml rounds dense matrices of IQ4_NL otherwise
 template <typename block_type, bool has_dense> constexpr dot_kernel kernel_of_64(const char * layout, ggml_type type) {
     const dots_function many = wide_dots<block_type, 2>;
-    return { instructions, layout, type, false, GGML_TYPE_Q8_0, 32, sizeof(column_block), 4, 64, pack_columns<0>, all_dots<for_32<block_type, 2>>, many,
+    return { instructions, layout, type, false, GGML_TYPE_Q8_0, 32, sizeof(column_block), 4, 64, pack_columns<0, true>, all_dots<for_32<block_type, 2>>, many,
              has_dense ? 7 : 0, 8, has_dense ? many : nullptr, nullptr };
 }
 
 template <typename T> constexpr dot_kernel kernel_of_256(const char * layout, ggml_type type) {
     const dots_function many = panel_dots<panels_256<T>>;
-    return { instructions, layout, type, false, GGML_TYPE_Q8_K, 256, sizeof(block_q8_K), 8, 256, nullptr, all_dots<for_256<T>>, many, 7, 8, many, nullptr };
+    return { instructions, layout, type, false, GGML_TYPE_Q8_K, 256, sizeof(column_256), 8, 256, pack_256, all_dots<for_256<T>>, many, 7, 8, many, nullptr };
 }
 
 const dot_kernel kernels[] = {
     kernel_of_32x8<q4_0x8_layout>("q4_0x8", GGML_TYPE_Q4_0),
     kernel_of_32x8<iq4_nlx8_layout>("iq4_nlx8", GGML_TYPE_IQ4_NL),
     kernel_of_32x8<mxfp4x8_layout>("mxfp4x8", GGML_TYPE_MXFP4),
-    { instructions, "q4_Kx8", GGML_TYPE_Q4_K, true, GGML_TYPE_Q8_K, 256, sizeof(block_q8_K), 8, 256, nullptr, all_dots<for_q4_Kx8>,
+    { instructions, "q4_Kx8", GGML_TYPE_Q4_K, true, GGML_TYPE_Q8_K, 256, sizeof(column_256), 8, 256, pack_256, few_dots<for_q4_Kx8, panels_q4_Kx8<AS_GROUP>>,
       panel_dots<panels_q4_Kx8<AS_GROUP>>, 3, 4, panel_dots<panels_q4_Kx8<AS_GROUP_BY_FOUR>>, quantize_fours },
     kernel_of_32<block_q8_0>("q8_0", GGML_TYPE_Q8_0),
     kernel_of_32<block_q4_0>("q4_0", GGML_TYPE_Q4_0),

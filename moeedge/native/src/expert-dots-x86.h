@@ -77,12 +77,11 @@ struct block_q6_K {
 // a block of a column of Q8_0, without conversions left to do per row
 struct column_block {
     float   d;
-    int32_t offset; // what unsigned values of the rows add too much, negative
+    int32_t offset; // what unsigned values of the rows add too much, negative; if marked 1 where a value is -128
     int8_t  q[32];
 };
 
 // a block of a column of Q8_K as kernels read it
-#if defined(__AVX512VNNI__)
 struct alignas(64) column_256 {
     int8_t  q[256];
     int16_t sums[16];
@@ -91,9 +90,6 @@ struct alignas(64) column_256 {
 };
 
 static_assert(sizeof(column_256) == 320, "nothing is between the blocks");
-#else
-using column_256 = block_q8_K;
-#endif
 
 static_assert(sizeof(block_q4_0) == 18 && sizeof(block_q4_K) == 144, "not ggml's blocks");
 static_assert(sizeof(block_q8_0) == 34 && sizeof(block_q8_K) == 292 && sizeof(block_q4_0x8) == 144, "not ggml's blocks");
@@ -165,7 +161,6 @@ inline __m128i sums_of_32(const block_q8_K & column) {
     return _mm_hadd_epi16(_mm256_castsi256_si128(of_16), _mm256_extracti128_si256(of_16, 1));
 }
 
-#if defined(__AVX512VNNI__)
 inline __m128i sums_of_32(const column_256 & column) {
     return _mm_load_si128((const __m128i *) column.sums_of_32);
 }
@@ -180,7 +175,6 @@ inline void pack_256(const void * quantized, int64_t n_blocks, void * to) {
         _mm_store_si128((__m128i *) block.sums_of_32, sums_of_32(from[b]));
     }
 }
-#endif
 
 // the scales and minimums of eight rows for 32 values, a byte each
 inline void unpack_scales(const uint8_t * from, uint64_t & scales, uint64_t & mins) {
@@ -235,16 +229,17 @@ template <int n_wide, int n_last, typename F> inline int in_passes(int n_columns
 }
 
 // offset: by which the rows' values are too large
-template <int offset> inline void pack_columns(const void * quantized, int64_t n_blocks, void * to) {
+template <int offset, bool is_marked = false> inline void pack_columns(const void * quantized, int64_t n_blocks, void * to) {
     const block_q8_0 * from = (const block_q8_0 *) quantized;
     for (int64_t b = 0; b < n_blocks; b++) {
         column_block & block = ((column_block *) to)[b];
-        int32_t        sum   = 0;
+        int32_t        sum = 0, lowest = 0;
         for (int i = 0; i < 32; i++) {
             sum += from[b].q[i];
+            lowest |= from[b].q[i] == -128;
         }
         block.d      = to_float(from[b].d);
-        block.offset = -offset * sum;
+        block.offset = is_marked ? lowest : -offset * sum;
         memcpy(block.q, from[b].q, sizeof(block.q));
     }
 }

@@ -29,6 +29,49 @@ inline __m256i sums_of_four(__m256i unsigned_bytes, __m256i signed_bytes) {
 #endif
 }
 
+// a block of 32 values of a row that meets many columns
+
+#if defined(__AVXVNNI__)
+// Sums begin at the bits of a float whose fraction counts ones, so that a subtraction takes the place of a conversion. A column's
+// bytes are 128 too large, so that they are unsigned
+struct row_values {
+    static constexpr int n_bytes = 32, n_part = 64; // of a column's block; blocks of columns that fit the innermost cache
+
+    __m256i x, start;
+    __m256  begin = _mm256_set1_ps(12582912); // 1.5 * 2^23
+
+    explicit row_values(__m256i values) : x(values) {
+        start = _mm256_sub_epi32(_mm256_castps_si256(begin), sums_of_four(_mm256_set1_epi8((char) 0x80), x));
+    }
+    static void write(__m256i column, uint8_t * to) { store(to, _mm256_xor_si256(column, _mm256_set1_epi8((char) 0x80))); }
+    __m256 times(const uint8_t * column) const {
+        return _mm256_sub_ps(_mm256_castsi256_ps(_mm256_dpbusd_avx_epi32(start, load(column), x)), begin);
+    }
+};
+#else
+// As 16 bits, of each four values the first two and the last two: bytes would need a third operation for their signs
+struct row_values {
+    static constexpr int n_bytes = 64, n_part = 16;
+
+    __m256i first, last;
+
+    explicit row_values(__m256i x) : first(two_of_four(x, 0)), last(two_of_four(x, 2)) {}
+    static __m256i two_of_four(__m256i x, int from) {
+        const __m128i bytes = _mm_setr_epi8(-1, 0, -1, 1, -1, 4, -1, 5, -1, 8, -1, 9, -1, 12, -1, 13);
+        const __m128i order = _mm_add_epi8(bytes, _mm_set1_epi16((short) (from << 8)));
+        return _mm256_srai_epi16(_mm256_shuffle_epi8(x, _mm256_broadcastsi128_si256(order)), 8);
+    }
+    static void write(__m256i column, uint8_t * to) {
+        const row_values values(column);
+        store(to, values.first);
+        store(to + 32, values.last);
+    }
+    __m256 times(const uint8_t * column) const {
+        return _mm256_cvtepi32_ps(_mm256_add_epi32(_mm256_madd_epi16(first, load(column)), _mm256_madd_epi16(last, load(column + 32))));
+    }
+};
+#endif
+
 // the sums of rows 0-3 and 4-7, two parts each: one number per row
 inline __m256i add_rows(__m256i rows_0_3, __m256i rows_4_7) {
     return _mm256_hadd_epi32(rows_0_3, rows_4_7);
@@ -144,7 +187,7 @@ template <typename L, int N> void group_dots_32(int64_t n_blocks, const typename
 
 // Q4_K in groups of eight rows
 
-template <int N> void group_dots_q4_K(int64_t n_blocks, const block_q4_Kx8 * rows, const block_q8_K * const * columns, float * const * out) {
+template <int N> void group_dots_q4_K(int64_t n_blocks, const block_q4_Kx8 * rows, const column_256 * const * columns, float * const * out) {
     constexpr int n_at_once = N == 1 ? 2 : 1; // halves of the rows, so that memory is read in its order
     // a row's scale four times as int16, for rows 0-3 and 4-7
     const __m256i spread[2] = {
@@ -198,7 +241,7 @@ template <int N> void group_dots_q4_K(int64_t n_blocks, const block_q4_Kx8 * row
         const __m256 min = to_floats(_mm_loadu_si128((const __m128i *) block.min));
         UNROLLED
         for (int c = 0; c < N; c++) {
-            const block_q8_K & column = columns[c][b];
+            const column_256 & column = columns[c][b];
             int16_t            of_32[8];
             _mm_storeu_si128((__m128i *) of_32, sums_of_32(column));
             __m256i min_sum = _mm256_setzero_si256();
@@ -245,7 +288,7 @@ inline __m128 fused(float a, __m128i b, float c) {
     return _mm_fmadd_ss(_mm_set_ss(a), _mm_cvtepi32_ps(b), _mm_set_ss(c));
 }
 
-template <typename T, int N> void dots_256(int64_t n_blocks, const typename T::block * row, const block_q8_K * const * columns, float * const * out) {
+template <typename T, int N> void dots_256(int64_t n_blocks, const typename T::block * row, const column_256 * const * columns, float * const * out) {
     constexpr bool is_signed = T::n_summed == 0 || T::is_offset_per_value;
     constexpr int  n_chains  = N == 1 ? 4 : N == 2 ? 2 : 1; // of totals, so that their latency is hidden
 
@@ -271,7 +314,7 @@ template <typename T, int N> void dots_256(int64_t n_blocks, const typename T::b
         }
         UNROLLED
         for (int c = 0; c < N; c++) {
-            const block_q8_K & column = columns[c][b];
+            const column_256 & column = columns[c][b];
             totals[c]                 = _mm256_setzero_si256();
             if constexpr (T::offset != 0 && !T::is_offset_per_value) {
                 const __m256i too_much = _mm256_madd_epi16(load(column.sums), _mm256_cvtepi8_epi16(bytes.scales));
@@ -331,7 +374,7 @@ template <typename T, int N> void dots_256(int64_t n_blocks, const typename T::b
 template <typename T> struct for_256 {
     static constexpr int64_t n_rows = 1;
     template <int N> static void run(int64_t n, const char * rows, size_t, const void * const * columns, float * const * out) {
-        dots_256<T, N>(n / 256, (const typename T::block *) rows, (const block_q8_K * const *) columns, out);
+        dots_256<T, N>(n / 256, (const typename T::block *) rows, (const column_256 * const *) columns, out);
     }
 };
 

@@ -19,7 +19,7 @@ constexpr int n_panel_rows = 16;
 #else
 constexpr int n_panel_rows = 8;
 #endif
-constexpr int n_panel_columns = has_vnni ? 8 : 4; // per pass over a panel: so many sums hide how long VPDPBUSD takes
+constexpr int n_panel_columns = has_vnni ? 8 : 5; // per pass over a panel: so many sums hide how long VPDPBUSD takes
 constexpr int n_panel_columns_last = n_panel_rows == 16 ? 9 : n_panel_columns; // of the last pass
 
 // a lane per row
@@ -239,15 +239,6 @@ template <typename T> __attribute__((noinline)) void unpack_factors(const typena
     }
 }
 
-// the sums of a column's values per scale
-template <int n_scales> inline void read_sums(const column_256 & column, int16_t * to) {
-    if constexpr (n_scales == 8) {
-        _mm_storeu_si128((__m128i *) to, sums_of_32(column));
-    } else {
-        memcpy(to, column.sums, sizeof(column.sums));
-    }
-}
-
 // how float sums are rounded: as ggml's tiles, or as its products of rows in groups of eight with one column, or with four
 enum panel_rounding { AS_TILE, AS_GROUP, AS_GROUP_BY_FOUR };
 
@@ -257,63 +248,70 @@ template <typename T, panel_rounding R> struct panels_256_multiply {
     using column = column_256;
 
     template <int N> static void multiply(const panel & rows, int64_t n, const column * const * columns, int64_t first, column_sums * sums) {
-        constexpr int n_words = 64 / T::n_scales;
+        constexpr int n_words = 64 / T::n_scales, n_per_part = T::n_scales / n_parts;
         for (int64_t b = 0; b < n; b++) {
             const column * at[N];
-            row_ints       totals[N];
-            int16_t        of_scale[N][T::n_scales];
+            row_ints       totals[N][n_parts];
             UNROLLED
             for (int c = 0; c < N; c++) {
-                at[c]     = columns[c] + first + b;
-                totals[c] = row_ints{};
-                read_sums<T::n_scales>(*at[c], of_scale[c]);
+                at[c] = columns[c] + first + b;
             }
-            for (int s = 0; s < T::n_scales; s++) {
-                const int8_t * q[N];
+            for (int part = 0; part < n_parts; part++) {
+                row_ints now[N];
                 UNROLLED
                 for (int c = 0; c < N; c++) {
-                    q[c] = at[c]->q + 4 * s * n_words;
+                    now[c] = row_ints{};
                 }
-                add_words<n_words, T::n_summed, N>(rows.q[b] + s * n_words, row_lanes<row_ints>(rows.scales[b][s]), q, totals);
-                if (R == AS_GROUP_BY_FOUR && s % 2 == 1) { // rounded every 64 values
+                for (int s = part * n_per_part; s < (part + 1) * n_per_part; s++) {
+                    const int8_t * q[N];
                     UNROLLED
                     for (int c = 0; c < N; c++) {
-                        add(rows, b, at[c]->d, totals[c], mins_of(rows, b, of_scale[c], s / 2, s / 2 + 1), sums[c]);
-                        totals[c] = row_ints{};
+                        q[c] = at[c]->q + 4 * s * n_words;
                     }
+                    add_words<n_words, T::n_summed, N>(rows.q[b] + s * n_words, row_lanes<row_ints>(rows.scales[b][s]), q, now);
                 }
-            }
-            if (R != AS_GROUP_BY_FOUR) {
                 UNROLLED
                 for (int c = 0; c < N; c++) {
-                    add(rows, b, at[c]->d, totals[c], mins_of(rows, b, of_scale[c], 0, T::n_scales / 2), sums[c]);
+                    totals[c][part] = now[c];
                 }
+            }
+            UNROLLED
+            for (int c = 0; c < N; c++) {
+                add(rows, b, *at[c], totals[c], sums[c]);
             }
         }
     }
 
   private:
-    static row_ints mins_of(const panel & rows, int64_t b, const int16_t * of_scale, int from, int to) {
-        row_ints total{};
+    static constexpr int n_parts = R == AS_GROUP_BY_FOUR ? 4 : 1; // of a block, rounded one after the other
+
+    static row_ints mins_of(const panel & rows, int64_t b, const column & column, int part) {
+        constexpr int   n_pairs = T::n_scales / 2 / n_parts;
+        const int16_t * sums    = T::n_scales == 8 ? column.sums_of_32 : column.sums;
+        row_ints        total{};
         UNROLLED
-        for (int i = from; (T::mins != NO_MINS || panel_offset<T> != 0) && i < to; i++) {
-            total += products_of_pairs(row_lanes<row_ints>(rows.mins[b][i]), read_int32(of_scale + 2 * i));
+        for (int i = part * n_pairs; (T::mins != NO_MINS || panel_offset<T> != 0) && i < (part + 1) * n_pairs; i++) {
+            total += products_of_pairs(row_lanes<row_ints>(rows.mins[b][i]), read_int32(sums + 2 * i));
         }
         return total;
     }
 
-    static void add(const panel & rows, int64_t b, float column_d, row_ints total, row_ints mins, column_sums & sums) {
-        const row_floats d         = row_lanes<row_floats>(rows.d[b]);
-        const row_floats min       = row_lanes<row_floats>(rows.min[b]);
-        const row_floats factor    = row_floats{} + column_d;
-        const row_floats of_mins   = __builtin_convertvector(mins, row_floats);
-        const row_floats found     = __builtin_convertvector(T::mins == NO_MINS ? total - mins : total, row_floats);
-        if constexpr (R == AS_TILE) {
-            const row_floats block = T::mins == NO_MINS ? d * found : fused(-min, of_mins, d * found);
-            sums.products          = fused(block, factor, sums.products);
-        } else {
-            sums.products = fused(found, d * factor, sums.products);
-            sums.mins     = fused(of_mins, min * factor, sums.mins);
+    static void add(const panel & rows, int64_t b, const column & column, const row_ints * totals, column_sums & sums) {
+        const row_floats d      = row_lanes<row_floats>(rows.d[b]);
+        const row_floats min    = row_lanes<row_floats>(rows.min[b]);
+        const row_floats factor = row_floats{} + column.d;
+        UNROLLED
+        for (int part = 0; part < n_parts; part++) {
+            const row_ints   mins    = mins_of(rows, b, column, part);
+            const row_floats of_mins = __builtin_convertvector(mins, row_floats);
+            const row_floats found   = __builtin_convertvector(T::mins == NO_MINS ? totals[part] - mins : totals[part], row_floats);
+            if constexpr (R == AS_TILE) {
+                const row_floats block = T::mins == NO_MINS ? d * found : fused(-min, of_mins, d * found);
+                sums.products          = fused(block, factor, sums.products);
+            } else {
+                sums.products = fused(found, d * factor, sums.products);
+                sums.mins     = fused(of_mins, min * factor, sums.mins);
+            }
         }
     }
 };
