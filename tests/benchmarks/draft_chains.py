@@ -1,11 +1,13 @@
 """What the governor makes of recorded drafts at given costs, next to all fixed lengths.
 
     python -m tests.benchmarks.draft_chains --repeat 4
+    python -m tests.benchmarks.draft_chains --accept .5,.7,.8,.9
 
 The record has greedy answers of the bundled target and, after each of their tokens, what the draft model would draft
 next: the confidences of 16 tokens and how many are right, and the same of n-grams, whatever the load of the machine.
 Costs are those of a curve: measured ones (docs/benchmarks/speculation-fit-f16.json.gz), or formulas. Each step
-of the replay takes the seconds of its curve, with noise for the governor's eyes alone.
+of the replay takes the seconds of its curve, with noise for the governor's eyes alone. With --accept drafts are right
+at these rates instead, and costs are those of full shapes with drafts of two sizes (surface-*th.json.gz).
 """
 
 from __future__ import annotations
@@ -72,6 +74,32 @@ def curves() -> dict[str, Costs]:
     found["experts 50%, dear draft"] = Costs([0.5 + 0.5 * experts(t) for t in sizes], 0.25)
     found["dense"] = Costs([1 + 0.02 * (t - 1) for t in sizes], 0.1)
     return found
+
+
+def surfaces() -> dict[str, Costs]:
+    """Costs of moeedge's steps in records of `bench --accept`, in units of its plain step."""
+    found = {}
+    for path in sorted(RECORD.parent.glob("surface-*th.json.gz")):
+        rows = [row for row in json.loads(gzip.decompress(path.read_bytes())) if row["mode"].startswith("moeedge")]
+        sums: dict[int, Any] = {}  # by draft length: seconds of steps and of drafting, steps, drafted tokens
+        for row in rows:
+            for sample in [] if row["auto_gamma"] else row["samples"]:
+                figures = [sample[name] for name in ("verify_s", "draft_s", "steps", "drafted")]
+                sums[row["gamma"]] = sums.get(row["gamma"], 0) + np.array(figures)
+        lengths = sorted(sums)
+        times = [sums[n][0] / sums[n][2] for n in lengths]
+        slope = (times[-1] - times[-2]) / (lengths[-1] - lengths[-2])  # beyond the longest that was measured
+        lengths, times = [*lengths, GAMMA_MAX], [*times, times[-1] + slope * (GAMMA_MAX - lengths[-1])]
+        target_s = np.interp(range(GAMMA_MAX + 1), lengths, times) / times[0]
+        longest = sums[lengths[-2]]
+        found[path.name.removesuffix(".json.gz")] = Costs(target_s.tolist(), longest[1] / longest[3] / times[0])
+    return found
+
+
+def scripted(rate: float, n_tokens: int = 4096) -> list[list[Position]]:
+    """A text whose drafts are right at a rate; their confidences do not tell which."""
+    n_right = np.random.default_rng(0).geometric(1 - rate, n_tokens) - 1
+    return [[Position([rate] * GAMMA_MAX, int(n), None, 0, n_tokens - i) for i, n in enumerate(n_right)]]
 
 
 def positions(record: dict[str, Any]) -> list[list[Position]]:
@@ -181,12 +209,15 @@ def main() -> None:
     """Prints a table of speeds over plain decoding."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=1, help="answer the prompts so many times over")
+    parser.add_argument("--accept", type=lambda text: [float(part) for part in text.split(",")], default=[])
     options = parser.parse_args()
-    texts = positions(json.loads(gzip.decompress(RECORD.read_bytes()))) * options.repeat
-    print("tokens:", sum(map(len, texts)))
-    for name, costs in curves().items():
+    recorded = positions(json.loads(gzip.decompress(RECORD.read_bytes()))) * options.repeat
+    cases = [
+        (f"{name}, {rate:g}", scripted(rate), costs) for name, costs in surfaces().items() for rate in options.accept
+    ]
+    for name, texts, costs in cases or [(name, recorded, costs) for name, costs in curves().items()]:
         row = compared(texts, costs)
-        print(f"{name:24}", "  ".join(f"{key} {value:.3f}" for key, value in row.items()))
+        print(f"{name:30}", "  ".join(f"{key} {value:.3f}" for key, value in row.items()))
 
 
 if __name__ == "__main__":

@@ -157,7 +157,7 @@ def ratios(record: Any) -> dict[str, Ratio]:
     if isinstance(record, dict):
         return {test: _median_ratio(pairs) for test, pairs in over_stock_by_round(record).items()}
     if record[0]["schema"] == RIVALS:
-        return {row["test"]: (row["ratio"], row["low"], row["high"]) for row in record if row["low"] is not None}
+        return {row["test"]: (row["ratio"], row["low"], row["high"]) for row in record if row.get("low")}
     found = {f"accepted {point.acceptance:g}": (point.ratio, point.low, point.high) for point in surface_points(record)}
     for row in () if found else record:
         stock = next(other for other in record if other["mode"] == "stock-ar" and other["test"] == row["test"])

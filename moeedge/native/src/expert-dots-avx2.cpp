@@ -139,13 +139,23 @@ template <typename block_type, int n_sums, int N> struct wide_dots_32 {
 
 template <typename block_type, int n_sums>
 void wide_dots(int64_t n, const void * rows, size_t row_bytes, int64_t n_rows, const void * const * columns, int n_columns, float * const * out) {
-    const int c = in_passes<8, 9>(n_columns, [&](auto n_now, int first) {
-        wide_dots_32<block_type, n_sums, n_now> pass;
-        if (!pass.run(n / 32, (const char *) rows, row_bytes, n_rows, (const column_block * const *) columns + first, out + first)) {
-            all_dots<for_32<block_type, n_sums>>(n, rows, row_bytes, n_rows, columns + first, n_now, out + first);
+    const auto one_by_one = [&](int n_now, int first) {
+        all_dots<for_32<block_type, n_sums>>(n, rows, row_bytes, n_rows, columns + first, n_now, out + first);
+    };
+    const auto pass = [&](auto n_now, int first) {
+        wide_dots_32<block_type, n_sums, n_now> dots;
+        if (!dots.run(n / 32, (const char *) rows, row_bytes, n_rows, (const column_block * const *) columns + first, out + first)) {
+            one_by_one(n_now, first);
         }
-    });
-    all_dots<for_32<block_type, n_sums>>(n, rows, row_bytes, n_rows, columns + c, n_columns - c, out + c);
+    };
+    const int c = in_passes<8, 9>(n_columns, pass);
+    switch (n_columns - c) {
+        case 0:  break;
+        case 5:  pass(number<5>(), c); break;
+        case 6:  pass(number<6>(), c); break;
+        case 7:  pass(number<7>(), c); break;
+        default: one_by_one(n_columns - c, c);
+    }
 }
 
 // 16 bits of a float, one row
@@ -288,13 +298,13 @@ template <typename L> constexpr dot_kernel kernel_of_32x8(const char * layout, g
 
 template <typename block_type> constexpr dot_kernel kernel_of_32(const char * layout, ggml_type type) {
     const dots_function many = wide_dots<block_type, 1>;
-    return { instructions, layout, type, false, GGML_TYPE_Q8_0, 32, sizeof(column_block), 4, 32, pack_columns<0, true>, all_dots<for_32<block_type>>, many, 7, 8, many, nullptr };
+    return { instructions, layout, type, false, GGML_TYPE_Q8_0, 32, sizeof(column_block), 4, 32, pack_columns<0, true>, many, many, 7, 8, many, nullptr };
 }
 
 // with two sums of each row; ggml rounds dense matrices of IQ4_NL otherwise
 template <typename block_type, bool has_dense> constexpr dot_kernel kernel_of_64(const char * layout, ggml_type type) {
     const dots_function many = wide_dots<block_type, 2>;
-    return { instructions, layout, type, false, GGML_TYPE_Q8_0, 32, sizeof(column_block), 4, 64, pack_columns<0, true>, all_dots<for_32<block_type, 2>>, many,
+    return { instructions, layout, type, false, GGML_TYPE_Q8_0, 32, sizeof(column_block), 4, 64, pack_columns<0, true>, many, many,
              has_dense ? 7 : 0, 8, has_dense ? many : nullptr, nullptr };
 }
 

@@ -187,8 +187,20 @@ template <typename L, int N> void group_dots_32(int64_t n_blocks, const typename
 
 // Q4_K in groups of eight rows
 
+// products of 32 values of rows 0-3, and of 4-7, with a column, four int16 per row
+inline void multiply_halves(const __m256i (*w)[4], const int8_t * column, __m256i * to) {
+    UNROLLED
+    for (int i = 0; i < 4; i++) {
+        const __m256i x = broadcast_8_bytes(column + 8 * i);
+        UNROLLED
+        for (int half = 0; half < 2; half++) {
+            const __m256i each = _mm256_maddubs_epi16(w[half][i], x);
+            to[half]           = i == 0 ? each : _mm256_add_epi16(to[half], each);
+        }
+    }
+}
+
 template <int N> void group_dots_q4_K(int64_t n_blocks, const block_q4_Kx8 * rows, const column_256 * const * columns, float * const * out) {
-    constexpr int n_at_once = N == 1 ? 2 : 1; // halves of the rows, so that memory is read in its order
     // a row's scale four times as int16, for rows 0-3 and 4-7
     const __m256i spread[2] = {
         _mm256_setr_epi8(0, -1, 0, -1, 0, -1, 0, -1, 1, -1, 1, -1, 1, -1, 1, -1, 2, -1, 2, -1, 2, -1, 2, -1, 3, -1, 3, -1, 3, -1, 3, -1),
@@ -205,6 +217,7 @@ template <int N> void group_dots_q4_K(int64_t n_blocks, const block_q4_Kx8 * row
         const block_q4_Kx8 & block = rows[b];
         uint64_t             scales[8], mins[8]; // per 32 values
         ask_for_bytes<128>((const char *) &block + ahead_bytes);
+        UNROLLED
         for (int s = 0; s < 8; s++) {
             unpack_scales(block.scales + 12 * s, scales[s], mins[s]);
         }
@@ -213,27 +226,25 @@ template <int N> void group_dots_q4_K(int64_t n_blocks, const block_q4_Kx8 * row
         for (int c = 0; c < N; c++) {
             halves[0][c] = halves[1][c] = _mm256_setzero_si256();
         }
-        for (int i = 0; i < 4 * 2 / n_at_once; i++) { // the low bits are 32 values, the high bits the next 32
-            const int       s = 2 * (i % 4);
-            const uint8_t * q = block.q + 128 * s;
-            ask_for_bytes<128 * n_at_once>((const char *) q + 128 * (i / 4) + ahead_bytes);
+        for (int i = 0; i < 4; i++) {
+            const uint8_t * q = block.q + 256 * i;
+            ask_for_bytes<256>((const char *) q + ahead_bytes);
             UNROLLED
-            for (int h = 0; h < n_at_once; h++) {
-                const int half = n_at_once * (i / 4) + h;
-                __m256i   lows[4], highs[4];
+            for (int s = 0; s < 2; s++) { // the low bits are 32 values, the high bits the next 32
+                __m256i w[2][4], products[2];
                 UNROLLED
-                for (int j = 0; j < 4; j++) {
-                    lows[j]  = low_4(load(q + 32 * half + 64 * j));
-                    highs[j] = high_4(load(q + 32 * half + 64 * j));
+                for (int j = 0; j < 8; j++) {
+                    w[j % 2][j / 2] = s == 0 ? low_4(load(q + 32 * j)) : high_4(load(q + 32 * j));
                 }
-                const __m256i low_scales  = _mm256_shuffle_epi8(_mm256_set1_epi64x((long long) scales[s]), spread[half]);
-                const __m256i high_scales = _mm256_shuffle_epi8(_mm256_set1_epi64x((long long) scales[s + 1]), spread[half]);
+                const __m256i all = _mm256_set1_epi64x((long long) scales[2 * i + s]);
                 UNROLLED
                 for (int c = 0; c < N; c++) {
-                    const int8_t * column = columns[c][b].q + 32 * s;
-                    const __m256i  first  = _mm256_madd_epi16(multiply_32(lows, column), low_scales);
-                    const __m256i  second = _mm256_madd_epi16(multiply_32(highs, column + 32), high_scales);
-                    halves[half][c]       = _mm256_add_epi32(halves[half][c], _mm256_add_epi32(first, second));
+                    multiply_halves(w, columns[c][b].q + 64 * i + 32 * s, products);
+                    UNROLLED
+                    for (int half = 0; half < 2; half++) {
+                        const __m256i scaled = _mm256_madd_epi16(products[half], _mm256_shuffle_epi8(all, spread[half]));
+                        halves[half][c]      = _mm256_add_epi32(halves[half][c], scaled);
+                    }
                 }
             }
         }
@@ -242,12 +253,10 @@ template <int N> void group_dots_q4_K(int64_t n_blocks, const block_q4_Kx8 * row
         UNROLLED
         for (int c = 0; c < N; c++) {
             const column_256 & column = columns[c][b];
-            int16_t            of_32[8];
-            _mm_storeu_si128((__m128i *) of_32, sums_of_32(column));
             __m256i min_sum = _mm256_setzero_si256();
             for (int s = 0; s < 8; s += 2) {
                 const __m128i pairs = _mm_unpacklo_epi8(_mm_cvtsi64_si128((long long) mins[s]), _mm_cvtsi64_si128((long long) mins[s + 1]));
-                const __m256i pair  = _mm256_set1_epi32(read_int32(of_32 + s));
+                const __m256i pair  = _mm256_set1_epi32(read_int32(column.sums_of_32 + s));
                 min_sum = _mm256_add_epi32(min_sum, _mm256_madd_epi16(pair, _mm256_cvtepu8_epi16(pairs)));
             }
             const __m256  column_d = _mm256_set1_ps(column.d);
