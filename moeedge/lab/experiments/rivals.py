@@ -280,7 +280,7 @@ def _output(command: Sequence[str]) -> str:
 def make_rows(
     plan: RivalPlan, samples: Sequence[RivalSample], *, source: Provenance, other_load_before: float
 ) -> list[RivalRow]:
-    """Returns a row per test."""
+    """Returns a row per test. Settings that were measured once count where a program has no others."""
     import numpy as np
 
     from moeedge.bench.figures import interval_around
@@ -290,8 +290,9 @@ def make_rows(
     for test, own in grouped(samples, attrgetter("test")).items():
         by_mode = grouped(own, attrgetter("mode"))
         medians = {mode: median(sample.speed_ts for sample in each) for mode, each in by_mode.items()}
-        best = {by_mode[mode][0].rival: mode for mode in sorted(medians, key=medians.__getitem__)}  # the last counts
-        fastest = max((mode for rival, mode in best.items() if rival != OURS), key=medians.__getitem__, default=None)
+        worth = {mode: (len(by_mode[mode]) > 1, speed_ts) for mode, speed_ts in medians.items()}
+        best = {by_mode[mode][0].rival: mode for mode in sorted(worth, key=worth.__getitem__)}  # the last counts
+        fastest = max((mode for rival, mode in best.items() if rival != OURS), key=worth.__getitem__, default=None)
         base = {sample.key: sample.speed_ts for sample in by_mode.get(fastest or "", ())}
         ours = [each for each in by_mode.get(best.get(OURS, ""), ()) if each.key in base]
         pairs = [each.speed_ts / base[each.key] for each in ours]

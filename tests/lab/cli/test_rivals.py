@@ -163,8 +163,11 @@ def test_settings_that_lose_every_test_are_measured_once(tmp_path: Path, tiny_mo
     make = partial(variant, log=log)
     variants = [make("moeedge", "auto"), make("ik_llama.cpp", "fast"), make("ik_llama.cpp", "slow", seconds=1.2)]
     variants.append(replace(make("llama.cpp", "a"), once=True))
-    measured(plan_of(tiny_moe), variants, Journal.begin([]), Run(notes.append))
-    assert log.read_text().splitlines()[4:] == ["ik_llama.cpp fast", "moeedge auto"]
+    variants.append(replace(make("ik_llama.cpp", "lucky", seconds=0.9), once=True))
+    samples = measured(plan_of(tiny_moe), variants, Journal.begin([]), Run(notes.append))
+    (row,) = make_rows(plan_of(tiny_moe), samples, source=read_provenance(), other_load_before=0.0)
+    assert row.fastest == "ik_llama.cpp fast" and row.ratio == row.low == pytest.approx(1.0)
+    assert log.read_text().splitlines()[5:] == ["ik_llama.cpp fast", "moeedge auto"]
     assert len(notes) == 1 and "ik_llama.cpp slow" in notes[0]
     tests = [("a", "pp2", 1.0), ("a", "tg1", 1.0), ("b", "pp2", 1.3), ("b", "tg1", 1.1), ("c", "pp2", 1.2)]
     samples = [RivalSample("ik_llama.cpp", mode, test, 0, 0, 1, time, "") for mode, test, time in tests]
