@@ -186,7 +186,7 @@ def test_numbers_that_are_hard_to_round(type_: str, repacked: bool, engines: Eng
 @pytest.mark.parametrize(
     ("n_in", "n_out", "numbers"),
     [
-        pytest.param(2304, 136, (9, 17), id="parts"),
+        pytest.param(2304, 136, (5, 6, 9, 17), id="parts"),
         pytest.param(256, 256, (*range(1, 129), *range(129, 601, 13)), marks=pytest.mark.slow, id="small"),
         pytest.param(2304, 264, range(1, 601, 29), marks=pytest.mark.slow, id="wide"),
         pytest.param(5120, 312, range(1, 601, 29), marks=pytest.mark.slow, id="wider"),

@@ -68,7 +68,8 @@ template <typename block_type, int n_sums, int N> struct wide_dots_32 {
     alignas(32) float   of_both[n_part][n_factors];    // times those of the row
     __m256              sums[n_kept][n_sums][N];
 
-    // returns whether a value is -128, which ggml quantizes numbers to that are not finite; it multiplies its size with -128
+    // returns whether a value is -128, which is what ggml makes of numbers that are not finite; its products are then -128 times
+    // the row's sizes, whatever the signs
     bool read_columns(const column_block * const * from, int64_t first, int64_t n) {
         int32_t lowest = 0;
         for (int64_t b = 0; b < n; b++) {

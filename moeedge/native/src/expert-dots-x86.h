@@ -77,7 +77,7 @@ struct block_q6_K {
 // a block of a column of Q8_0, without conversions left to do per row
 struct column_block {
     float   d;
-    int32_t offset; // what unsigned values of the rows add too much, negative; if marked 1 where a value is -128
+    int32_t offset; // what unsigned values of the rows add too much, negative; or, if marked, 1 where a value is -128
     int8_t  q[32];
 };
 

@@ -19,7 +19,8 @@ constexpr int n_panel_rows = 16;
 #else
 constexpr int n_panel_rows = 8;
 #endif
-constexpr int n_panel_columns = has_vnni ? 8 : 5; // per pass over a panel: so many sums hide how long VPDPBUSD takes
+// per pass over a panel: with VNNI so many sums hide how long VPDPBUSD takes, else registers hold no more
+constexpr int n_panel_columns = has_vnni ? 8 : 5;
 constexpr int n_panel_columns_last = n_panel_rows == 16 ? 9 : n_panel_columns; // of the last pass
 
 // a lane per row
@@ -251,7 +252,7 @@ template <typename T, panel_rounding R> struct panels_256_multiply {
         constexpr int n_words = 64 / T::n_scales, n_per_part = T::n_scales / n_parts;
         for (int64_t b = 0; b < n; b++) {
             const column * at[N];
-            row_ints       totals[N][n_parts];
+            row_ints       totals[N][n_kept];
             UNROLLED
             for (int c = 0; c < N; c++) {
                 at[c] = columns[c] + first + b;
@@ -272,18 +273,21 @@ template <typename T, panel_rounding R> struct panels_256_multiply {
                 }
                 UNROLLED
                 for (int c = 0; c < N; c++) {
-                    totals[c][part] = now[c];
+                    totals[c][part % n_kept] = now[c];
                 }
-            }
-            UNROLLED
-            for (int c = 0; c < N; c++) {
-                add(rows, b, *at[c], totals[c], sums[c]);
+                if ((part + 1) % n_kept == 0) {
+                    UNROLLED
+                    for (int c = 0; c < N; c++) {
+                        add(rows, b, *at[c], totals[c], part + 1 - n_kept, sums[c]);
+                    }
+                }
             }
         }
     }
 
   private:
     static constexpr int n_parts = R == AS_GROUP_BY_FOUR ? 4 : 1; // of a block, rounded one after the other
+    static constexpr int n_kept  = has_vnni ? 1 : n_parts;         // until they are rounded; with VNNI not measured
 
     static row_ints mins_of(const panel & rows, int64_t b, const column & column, int part) {
         constexpr int   n_pairs = T::n_scales / 2 / n_parts;
@@ -296,13 +300,14 @@ template <typename T, panel_rounding R> struct panels_256_multiply {
         return total;
     }
 
-    static void add(const panel & rows, int64_t b, const column & column, const row_ints * totals, column_sums & sums) {
+    // n_kept parts from `first` on
+    static void add(const panel & rows, int64_t b, const column & column, const row_ints * totals, int first, column_sums & sums) {
         const row_floats d      = row_lanes<row_floats>(rows.d[b]);
         const row_floats min    = row_lanes<row_floats>(rows.min[b]);
         const row_floats factor = row_floats{} + column.d;
         UNROLLED
-        for (int part = 0; part < n_parts; part++) {
-            const row_ints   mins    = mins_of(rows, b, column, part);
+        for (int part = 0; part < n_kept; part++) {
+            const row_ints   mins    = mins_of(rows, b, column, first + part);
             const row_floats of_mins = __builtin_convertvector(mins, row_floats);
             const row_floats found   = __builtin_convertvector(T::mins == NO_MINS ? totals[part] - mins : totals[part], row_floats);
             if constexpr (R == AS_TILE) {
