@@ -77,7 +77,7 @@ bench tests: bench -p 8 -n 4 -r 1 CPU
 SLOW = _table(r"""
 bench sweep: BENCH EMULATED --policy spac,lru --cache-ratio 0.17,0.5 --draft-max 4
 bench ram: BENCH CPU --ram 1GiB --draft-max 4
-bench parallel: bench --dataset toy --limit 1 --limit 3 -n 8 -r 1 CPU --parallel 1,2
+bench parallel: bench --dataset toy --limit 1 --limit 3 -n 8 -r 1 CPU --parallel 1,2 --draft-max 4
 bench budgets: BENCH CPU --expert-budget 8,24 --draft-max 2,4 --perplexity none
 bench score: BENCH CPU --score -md none
 bench contexts: bench -p 8,16 -n 4 -d 0,16 -pg 8,4 -r 2 CPU -md none
