@@ -15,7 +15,7 @@
 
 namespace moeedge {
 
-static constexpr int64_t piece_words = 16 * 1024; // 128 KiB
+static constexpr int64_t piece_words = 256 * 1024; // 2 MiB, as the pieces of a matrix at most
 
 // a sum keeps the compiler from leaving out the reads; four of them so that none waits for another
 static uint64_t sum_words(const uint64_t * words, int64_t n) {
