@@ -190,7 +190,7 @@ inline void unpack_scales(const uint8_t * from, uint64_t & scales, uint64_t & mi
 
 // all rows and columns
 
-// F::run<N>(n, rows, row_bytes, columns, out, are_all) computes F::n_rows rows with N columns, all that they meet or not
+// F::run<N>(n, rows, row_bytes, columns, out, are_all) computes F::n_rows rows with N columns; are_all: no others meet these rows
 template <typename F>
 void all_dots(int64_t n, const void * rows, size_t row_bytes, int64_t n_rows, const void * const * columns, int n_columns,
               float * const * out) {

@@ -15,7 +15,7 @@
 
 namespace moeedge {
 
-static constexpr int64_t piece_words = 256 * 1024; // 2 MiB, as the pieces of a matrix at most
+static constexpr int64_t piece_words_max = 256 * 1024; // 2 MiB, as the pieces of a matrix at most
 
 // a sum keeps the compiler from leaving out the reads; four of them so that none waits for another
 static uint64_t sum_words(const uint64_t * words, int64_t n) {
@@ -61,12 +61,13 @@ template <typename Work> static int64_t time_threads(int n_threads, const Work &
 
 // nanoseconds in which n_threads read all words once; they take pieces as they come, as those that compute do
 static int64_t time_reads(const uint64_t * words, int64_t n_words, int n_threads) {
+    const int64_t         piece = std::clamp(n_words / (16 * (int64_t) n_threads) / 4 * 4, (int64_t) 4, piece_words_max); // enough for all
     std::atomic<int64_t>  next{ 0 };
     std::atomic<uint64_t> sum{ 0 };
     return time_threads(n_threads, [&] {
         uint64_t found = 0;
-        for (int64_t at = next.fetch_add(piece_words); at < n_words; at = next.fetch_add(piece_words)) {
-            found += sum_words(words + at, std::min(piece_words, n_words - at));
+        for (int64_t at = next.fetch_add(piece); at < n_words; at = next.fetch_add(piece)) {
+            found += sum_words(words + at, std::min(piece, n_words - at));
         }
         sum.fetch_add(found);
     });
