@@ -51,7 +51,7 @@ void dots_32(int64_t n_blocks, const block_type * row, const column_block * cons
 
 template <typename block_type, int n_sums = 1> struct for_32 {
     static constexpr int64_t n_rows = 1;
-    template <int N> static void run(int64_t n, const char * rows, size_t, const void * const * columns, float * const * out, bool) {
+    template <int N> static void run(int64_t n, const char * rows, size_t, const void * const * columns, float * const * out) {
         dots_32<block_type, N, n_sums>(n / 32, (const block_type *) rows, (const column_block * const *) columns, out);
     }
 };
@@ -198,7 +198,7 @@ template <int N> void dots_bf16(int64_t n_blocks, const uint16_t * row, const co
 
 struct for_bf16 {
     static constexpr int64_t n_rows = 1;
-    template <int N> static void run(int64_t n, const char * rows, size_t, const void * const * columns, float * const * out, bool) {
+    template <int N> static void run(int64_t n, const char * rows, size_t, const void * const * columns, float * const * out) {
         constexpr int n_first = N == 4 ? 2 : N; // sums of four do not fit the registers
         const auto *  all     = (const column_bf16 * const *) columns;
         dots_bf16<n_first>(n / 32, (const uint16_t *) rows, all, out);
@@ -271,14 +271,14 @@ template <panel_rounding R> struct panels_q4_Kx8 : panels_256_multiply<q4_K_read
 
 template <typename L> struct for_32x8 {
     static constexpr int64_t n_rows = 8;
-    template <int N> static void run(int64_t n, const char * rows, size_t, const void * const * columns, float * const * out, bool) {
+    template <int N> static void run(int64_t n, const char * rows, size_t, const void * const * columns, float * const * out) {
         group_dots_32<L, N>(n / 32, (const typename L::block *) rows, (const column_block * const *) columns, out);
     }
 };
 
 struct for_q4_Kx8 {
     static constexpr int64_t n_rows = 8;
-    template <int N> static void run(int64_t n, const char * rows, size_t, const void * const * columns, float * const * out, bool) {
+    template <int N> static void run(int64_t n, const char * rows, size_t, const void * const * columns, float * const * out) {
         group_dots_q4_K<N>(n / 256, (const block_q4_Kx8 *) rows, (const column_256 * const *) columns, out);
     }
 };

@@ -188,29 +188,29 @@ template <typename T> struct panels_256 : panels_256_multiply<T, AS_TILE>, rows_
 
 template <typename L> struct for_32x8 {
     static constexpr int64_t n_rows = 8;
-    template <int N> static void run(int64_t n, const char * rows, size_t, const void * const * columns, float * const * out, bool are_all) {
-        group_dots_32<L, N>(n / 32, (const typename L::block *) rows, (const column_block * const *) columns, out, are_all);
+    template <int N> static void run(int64_t n, const char * rows, size_t, const void * const * columns, float * const * out) {
+        group_dots_32<L, N>(n / 32, (const typename L::block *) rows, (const column_block * const *) columns, out);
     }
 };
 
 struct for_q4_Kx8 {
     static constexpr int64_t n_rows = 8;
-    template <int N> static void run(int64_t n, const char * rows, size_t, const void * const * columns, float * const * out, bool are_all) {
-        group_dots_q4_K<N>(n / 256, (const block_q4_Kx8 *) rows, (const column_256 * const *) columns, out, are_all);
+    template <int N> static void run(int64_t n, const char * rows, size_t, const void * const * columns, float * const * out) {
+        group_dots_q4_K<N>(n / 256, (const block_q4_Kx8 *) rows, (const column_256 * const *) columns, out);
     }
 };
 
 template <typename T> struct for_256 {
     static constexpr int64_t n_rows = 1;
-    template <int N> static void run(int64_t n, const char * rows, size_t, const void * const * columns, float * const * out, bool are_all) {
-        dots_256<T, N>(n / 256, (const typename T::block *) rows, (const column_256 * const *) columns, out, are_all);
+    template <int N> static void run(int64_t n, const char * rows, size_t, const void * const * columns, float * const * out) {
+        dots_256<T, N>(n / 256, (const typename T::block *) rows, (const column_256 * const *) columns, out);
     }
 };
 
 template <typename block_type, int n_sums> struct for_32 {
     static constexpr int64_t n_rows = 2;
-    template <int N> static void run(int64_t n, const char * rows, size_t row_bytes, const void * const * columns, float * const * out, bool are_all) {
-        dots_32<block_type, 1, N, n_sums>(n / 32, rows, row_bytes, (const column_bytes * const *) columns, out, are_all);
+    template <int N> static void run(int64_t n, const char * rows, size_t row_bytes, const void * const * columns, float * const * out) {
+        dots_32<block_type, 1, N, n_sums>(n / 32, rows, row_bytes, (const column_bytes * const *) columns, out);
     }
 };
 
@@ -225,7 +225,7 @@ void wide_dots(int64_t n, const void * rows, size_t row_bytes, int64_t n_rows, c
                 to[i] = out[first + i] + r;
             }
             dots_32<block_type, 2, n_now, n_sums>(n / 32, (const char *) rows + r * (int64_t) row_bytes, row_bytes,
-                                                  (const column_bytes * const *) columns + first, to, false);
+                                                  (const column_bytes * const *) columns + first, to);
         }
     });
     all_dots<for_32<block_type, n_sums>>(n, rows, row_bytes, n_rows, columns + c, n_columns - c, out + c);
@@ -282,8 +282,7 @@ int64_t multiply(int64_t n_turns) {
 
 } // namespace
 
-dot_kernels avx512_kernels(bool on_zen4) {
-    is_zen4 = on_zen4;
+dot_kernels avx512_kernels() {
     return { kernels, (int) (sizeof(kernels) / sizeof(kernels[0])), multiply, kernels_of_attention<simd>() };
 }
 

@@ -90,7 +90,7 @@ void tiles(int64_t n, const void * rows, size_t row_bytes, int64_t n_rows, const
 // one row, read in the order in which it is in memory
 struct for_row {
     static constexpr int64_t n_rows = 1;
-    template <int N> static void run(int64_t n, const char * row, size_t, const void * const * columns, float * const * out, bool) {
+    template <int N> static void run(int64_t n, const char * row, size_t, const void * const * columns, float * const * out) {
         __m512 sums[2][N];
         UNROLLED
         for (int i = 0; i < 2 * N; i++) {

@@ -190,7 +190,7 @@ inline void unpack_scales(const uint8_t * from, uint64_t & scales, uint64_t & mi
 
 // all rows and columns
 
-// F::run<N>(n, rows, row_bytes, columns, out, are_all) computes F::n_rows rows with N columns; are_all: no others meet these rows
+// F::run<N>(n blocks, rows, row_bytes, columns, out) computes F::n_rows rows with N columns
 template <typename F>
 void all_dots(int64_t n, const void * rows, size_t row_bytes, int64_t n_rows, const void * const * columns, int n_columns,
               float * const * out) {
@@ -203,10 +203,10 @@ void all_dots(int64_t n, const void * rows, size_t row_bytes, int64_t n_rows, co
                 to[i] = out[c + i] + r;
             }
             switch (n_now) {
-                case 1:  F::template run<1>(n, at, row_bytes, columns + c, to, n_now == n_columns); break;
-                case 2:  F::template run<2>(n, at, row_bytes, columns + c, to, n_now == n_columns); break;
-                case 3:  F::template run<3>(n, at, row_bytes, columns + c, to, n_now == n_columns); break;
-                default: F::template run<4>(n, at, row_bytes, columns + c, to, n_now == n_columns); break;
+                case 1:  F::template run<1>(n, at, row_bytes, columns + c, to); break;
+                case 2:  F::template run<2>(n, at, row_bytes, columns + c, to); break;
+                case 3:  F::template run<3>(n, at, row_bytes, columns + c, to); break;
+                default: F::template run<4>(n, at, row_bytes, columns + c, to); break;
             }
         }
     }

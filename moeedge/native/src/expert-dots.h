@@ -57,7 +57,7 @@ struct dot_kernels {
 };
 
 // all kernels for these instructions, none where the library was compiled for another kind of processor
-dot_kernels avx512_kernels(bool on_zen4); // AVX-512 with VNNI
+dot_kernels avx512_kernels();     // AVX-512 with VNNI
 dot_kernels avx512bf16_kernels(); // BF16 alone
 attention_kernels avx512fp16_attention();
 dot_kernels avxvnni_kernels();    // AVX2, FMA and AVX-VNNI

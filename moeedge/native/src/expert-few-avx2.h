@@ -382,7 +382,7 @@ template <typename T, int N> void dots_256(int64_t n_blocks, const typename T::b
 
 template <typename T> struct for_256 {
     static constexpr int64_t n_rows = 1;
-    template <int N> static void run(int64_t n, const char * rows, size_t, const void * const * columns, float * const * out, bool) {
+    template <int N> static void run(int64_t n, const char * rows, size_t, const void * const * columns, float * const * out) {
         dots_256<T, N>(n / 256, (const typename T::block *) rows, (const column_256 * const *) columns, out);
     }
 };

@@ -9,18 +9,13 @@ namespace moeedge {
 
 namespace {
 
-// a Zen 4 keeps up by itself with rows that it reads in their order, once; asking for memory ahead disturbs that order
-bool is_zen4 = false;
-
 // small steps
 
-// in assembler: GCC drops a branch that only asks for memory
-template <int n_bytes> inline void ask_ahead_of(const void * from, bool asks) {
-    if (asks) {
-        UNROLLED
-        for (int i = 0; i < n_bytes; i += 64) {
-            __asm__ volatile("prefetcht0 %0" : : "m"(*((const char *) from + ahead_bytes + i)));
-        }
+// in assembler: with GCC 12's own prefetches these loops were up to 1.3 times slower on a Zen 4
+template <int n_bytes> inline void ask_in_place(const void * from) {
+    UNROLLED
+    for (int i = 0; i < n_bytes; i += 64) {
+        __asm__ volatile("prefetcht0 %0" : : "m"(*((const char *) from + ahead_bytes + i)));
     }
 }
 
@@ -95,9 +90,8 @@ inline __m512i multiply_32(const __m512i * w, const int8_t * column) {
     return _mm512_add_epi16(first, second);
 }
 
-template <typename L, int N> void group_dots_32(int64_t n_blocks, const typename L::block * rows, const column_block * const * columns, float * const * out, bool are_all) {
+template <typename L, int N> void group_dots_32(int64_t n_blocks, const typename L::block * rows, const column_block * const * columns, float * const * out) {
     const __m512i table = join(L::table(), L::table());
-    const bool    asks  = !is_zen4 || !are_all;
 
     __m512 sums[N];
     UNROLLED
@@ -106,7 +100,7 @@ template <typename L, int N> void group_dots_32(int64_t n_blocks, const typename
     }
     for (int64_t b = 0; b < n_blocks; b++) {
         const auto & block = rows[b];
-        ask_ahead_of<sizeof(block)>(&block, asks);
+        ask_in_place<sizeof(block)>(&block);
         const __m512i first = load_64(block.q), second = load_64(block.q + 64);
         const __m512i w[4] = { _mm512_shuffle_epi8(table, low_bits(first)), _mm512_shuffle_epi8(table, low_bits(second)),
                                _mm512_shuffle_epi8(table, high_bits(first)), _mm512_shuffle_epi8(table, high_bits(second)) };
@@ -148,14 +142,13 @@ inline void unpack_group_scales(const uint8_t * from, uint64_t * scales, uint64_
     _mm512_storeu_si512(mins, _mm512_permutex2var_epi32(_mm512_and_si512(b, six), places, six_bits(high_bits(c), b)));
 }
 
-template <int N> void group_dots_q4_K(int64_t n_blocks, const block_q4_Kx8 * rows, const column_256 * const * columns, float * const * out, bool are_all) {
+template <int N> void group_dots_q4_K(int64_t n_blocks, const block_q4_Kx8 * rows, const column_256 * const * columns, float * const * out) {
     const __m512i rows_of_two = _mm512_broadcast_i32x4(_mm_setr_epi8(0, -1, 0, -1, 0, -1, 0, -1, 1, -1, 1, -1, 1, -1, 1, -1));
     // a row's scale four times as int16; -1 stays negative
     const __m512i four_times = kept(_mm512_add_epi8(rows_of_two, _mm512_setr_epi64(0, 0, 0x0002000200020002, 0x0002000200020002, 0x0004000400040004,
                                                                                    0x0004000400040004, 0x0006000600060006, 0x0006000600060006)));
-    const bool asks = !is_zen4 || !are_all;
-    __m512     sums[N];
-    __m256     min_sums[N];
+    __m512 sums[N];
+    __m256 min_sums[N];
     UNROLLED
     for (int c = 0; c < N; c++) {
         sums[c]     = _mm512_setzero_ps();
@@ -164,7 +157,7 @@ template <int N> void group_dots_q4_K(int64_t n_blocks, const block_q4_Kx8 * row
     for (int64_t b = 0; b < n_blocks; b++) {
         const block_q4_Kx8 & block = rows[b];
         uint64_t             scales[8], mins[8]; // per 32 values
-        ask_ahead_of<128>(&block, asks);
+        ask_in_place<128>(&block);
         unpack_group_scales(block.scales, scales, mins);
         __m512i totals[N];
         __m256i min_totals[N];
@@ -176,7 +169,7 @@ template <int N> void group_dots_q4_K(int64_t n_blocks, const block_q4_Kx8 * row
         UNROLLED
         for (int i = 0; i < 4; i++) { // the low bits are 32 values, the high bits the next 32
             const uint8_t * q = block.q + 256 * i;
-            ask_ahead_of<256>(q, asks);
+            ask_in_place<256>(q);
             __m512i lows[4], highs[4];
             UNROLLED
             for (int j = 0; j < 4; j++) {
@@ -256,16 +249,14 @@ inline void pack_bytes(const void * quantized, int64_t n_blocks, void * to) {
 
 // n_sums: of each row, which blocks take in turn
 template <typename block_type, int n_pairs, int N, int n_sums>
-void dots_32(int64_t n_blocks, const char * rows, size_t row_bytes, const column_bytes * const * columns, float * const * out, bool are_all) {
+void dots_32(int64_t n_blocks, const char * rows, size_t row_bytes, const column_bytes * const * columns, float * const * out) {
     const __m512i      too_large = _mm512_set1_epi8((char) 0x80);
     const block_type * row[2 * n_pairs];
     UNROLLED
     for (int r = 0; r < 2 * n_pairs; r++) {
         row[r] = (const block_type *) (rows + r * row_bytes);
     }
-    const bool    asks      = !is_zen4 || !are_all || N > 1; // more columns leave the innermost cache little room
-    const int64_t all_bytes = 2 * n_pairs * (int64_t) row_bytes;
-    const char *  later     = rows + (asks ? bytes_until_later(all_bytes) : all_bytes); // asked for in the order of memory
+    const char * later = rows + bytes_until_later(2 * n_pairs * (int64_t) row_bytes);
     __m512       sums[n_sums][n_pairs][N];
     UNROLLED
     for (int i = 0; i < n_sums * n_pairs * N; i++) {
@@ -276,7 +267,7 @@ void dots_32(int64_t n_blocks, const char * rows, size_t row_bytes, const column
         for (int i = 0; i < n_sums; i++) {
             const int64_t b = first + i;
             ask_for_bytes<2 * n_pairs * sizeof(block_type)>(later + 2 * n_pairs * b * (int64_t) sizeof(block_type));
-            if (n_pairs == 1 && sizeof(block_type) == sizeof(block_q8_0) && asks) { // little to compute: further ahead, into the second cache
+            if constexpr (n_pairs == 1 && N > 1 && sizeof(block_type) == sizeof(block_q8_0)) { // further ahead, into the second cache: one column is slower with it
                 _mm_prefetch(later + 2 * b * (int64_t) sizeof(block_type) + 2 * ahead_bytes, _MM_HINT_T1);
             }
             __m512i w[n_pairs], start[n_pairs];
@@ -386,9 +377,8 @@ template <typename T> inline __m512 factors_of_block(const typename T::block & x
     }
 }
 
-template <typename T, int N> void dots_256(int64_t n_blocks, const typename T::block * row, const column_256 * const * columns, float * const * out, bool are_all) {
+template <typename T, int N> void dots_256(int64_t n_blocks, const typename T::block * row, const column_256 * const * columns, float * const * out) {
     constexpr bool are_mins_added = T::mins == MINS_BY_FOUR || T::mins == MINS_BY_BLOCK; // at the end
-    const bool     asks           = !is_zen4 || !are_all;
 
     __m512 sums[N]; // in ggml's eight lanes; then of minimums, in four lanes or one
     UNROLLED
@@ -397,7 +387,7 @@ template <typename T, int N> void dots_256(int64_t n_blocks, const typename T::b
     }
     for (int64_t b = 0; b < n_blocks; b++) {
         const auto & block = row[b];
-        ask_ahead_of<sizeof(block)>(&block, asks);
+        ask_in_place<sizeof(block)>(&block);
         const scale_bytes bytes  = T::scales(block);
         const __m256i     scales = _mm256_cvtepi8_epi16(bytes.scales);
         const __m512      d      = factors_of_block<T>(block);

@@ -14,7 +14,7 @@
 namespace moeedge {
 
 // where the library was compiled for another kind of processor, or by a compiler that does not know the instructions
-__attribute__((weak)) dot_kernels avx512_kernels(bool) { return {}; }
+__attribute__((weak)) dot_kernels avx512_kernels() { return {}; }
 __attribute__((weak)) dot_kernels avx512bf16_kernels() { return {}; }
 __attribute__((weak)) attention_kernels avx512fp16_attention() { return {}; }
 __attribute__((weak)) dot_kernels avxvnni_kernels() { return {}; }
@@ -25,12 +25,6 @@ __attribute__((weak)) dot_kernels avx2_kernels() { return {}; }
 static bool has_cpuid_7(unsigned leaf, bool in_edx, int bit) {
     unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
     return __get_cpuid_count(7, leaf, &eax, &ebx, &ecx, &edx) && ((in_edx ? edx : eax) & 1u << bit) != 0;
-}
-
-static unsigned cpu_family() {
-    unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
-    __get_cpuid(1, &eax, &ebx, &ecx, &edx);
-    return (eax >> 8 & 15) + (eax >> 20 & 255);
 }
 #endif
 
@@ -51,7 +45,7 @@ static std::vector<dot_kernels> find_runnable_sets() {
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
         if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
             __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("bmi2")) {
-            found.push_back(avx512_kernels(cpu_family() == 25)); // Zen 4; a Zen 3 has no AVX-512
+            found.push_back(avx512_kernels());
             if (has_cpuid_7(1, false, 5)) { // BF16
                 found.push_back(avx512bf16_kernels());
                 found.back().attention = has_cpuid_7(0, true, 23) ? avx512fp16_attention() : attention_kernels{};
