@@ -15,7 +15,7 @@ import pytest
 
 from moeedge.bench.config import SyntheticTest
 from moeedge.cli import bench_run
-from moeedge.cli.bench_options import _gpu_layers, sizes
+from moeedge.cli.bench import _gpu_layers, sizes
 from moeedge.cli.bench_run import make_bench_plan
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
