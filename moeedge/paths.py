@@ -11,6 +11,7 @@ from pathlib import Path
 from moeedge.errors import InputError, ModelFileError
 
 DISK_FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})  # values of OSError.errno
+_MOST_TEXT_BYTES = 1 << 26
 _PACKAGE = Path(__file__).resolve().parent
 _MODELS = _PACKAGE.parent / "models"  # in a checkout (editable install)
 _IN_WHEEL = _PACKAGE / "bundled"
@@ -27,6 +28,8 @@ def _installed(name: str, folders: tuple[Path, ...]) -> Path:
 
 def user_path(text: str) -> Path:
     """Returns the path that a user typed, with ~ and ~NAME replaced. Raises InputError for one that cannot be."""
+    if not text:
+        raise InputError("The path is empty.", "Give the path of a file; the variable in it may be unset.")
     try:
         path = Path(text).expanduser()
         path.exists()
@@ -49,7 +52,7 @@ def bundled_draft() -> Path:
 
 def is_bundled(path: Path) -> bool:
     """Whether `path` is one of the bundled files."""
-    return path.resolve().parent in _BUNDLE_FOLDERS
+    return Path(os.path.realpath(path)).parent in _BUNDLE_FOLDERS  # resolve() fails for a link to itself
 
 
 def catalog_file() -> Path:
@@ -95,6 +98,21 @@ def children(folder: Path) -> list[Path]:
     with suppress(OSError):
         return list(folder.iterdir())
     return []
+
+
+def read_text(path: Path, hint: str = "") -> str:
+    """The text of a user's UTF-8 file of at most 64 MiB. Raises InputError where it cannot be read."""
+    try:
+        with path.open("rb") as file:  # in part, so that a device or a model's file does not fill the memory
+            data = file.read(_MOST_TEXT_BYTES + 1)
+        if len(data) > _MOST_TEXT_BYTES:
+            raise InputError(f"{path} is too large: a text has at most {_MOST_TEXT_BYTES >> 20} MiB.", hint)
+        return data.decode().replace("\r\n", "\n").replace("\r", "\n")
+    except UnicodeDecodeError as error:
+        what = f"byte {error.start:,} is {error.object[error.start]:#04x}"
+        raise InputError(f"{path} is not UTF-8 text: {what}.", hint) from None
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}.", hint) from None
 
 
 def text_of(path: Path) -> str:

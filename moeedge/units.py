@@ -48,7 +48,7 @@ def parse_rate(text: str) -> int:
 def format_bytes(n_bytes: int) -> str:
     """Formats a size in powers of 1,024: "512 MiB", "5.9 GiB"."""
     if 0 < n_bytes < 2**10:
-        return f"{n_bytes} bytes"
+        return f"{n_bytes} byte{'s' if n_bytes > 1 else ''}"
     large = _in_units(n_bytes, ".1f", {"GiB": 2**30}) or _in_units(n_bytes, ".0f", {"MiB": 2**20})
     return large or f"{n_bytes / 2**10:.0f} KiB"
 

@@ -111,7 +111,7 @@ def run_chat(options: ChatOptions, begin: LoadReading) -> int:
                 session,
                 conversation,
                 settings,
-                read=make_reader(commands.completions(), history),
+                read=make_reader(commands.completions(), history, run),
                 out=out,
                 err=err,
                 switch=switch,

@@ -17,7 +17,7 @@ import typer
 
 from moeedge.cli.declare import Output
 from moeedge.errors import InputError, MoeedgeError
-from moeedge.paths import DISK_FULL_ERRORS
+from moeedge.paths import DISK_FULL_ERRORS, read_text
 from moeedge.ui.chat.interrupt import Ended, is_sent_later
 from moeedge.units import parse_gpu_size, parse_size
 
@@ -132,17 +132,15 @@ def text_of(text: str | None, file: Path | None, option: str, file_option: str) 
         return None if text is None else valid_text(text)
     if text is not None:
         raise InputError(f"{option} and {file_option} cannot be used together.", "Give one of them.")
-    is_input = str(file) == "-"
+    if str(file) != "-":
+        return read_text(file, f"{file_option} takes the path of a text file.").removesuffix("\n")
     try:
-        text = sys.stdin.read() if is_input else file.read_text(encoding="utf-8")
+        text = sys.stdin.read()
         text.encode("utf-8")  # in the C locale, bytes that are not UTF-8 become lone surrogates instead of an error
         return text.removesuffix("\n")
     except UnicodeError as error:
-        where = "standard input" if is_input else file
-        what = f"{where} is not UTF-8 text: byte {getattr(error, 'start', 0):,} is not."
-        raise InputError(what, f"{file_option} takes a text file.") from None
-    except OSError as error:
-        raise InputError(f"{file} cannot be read: {error.strerror}.", f"Check the path after {file_option}.") from None
+        what = f"Standard input is not UTF-8 text: byte {getattr(error, 'start', 0):,} is not."
+        raise InputError(what, f"{file_option} takes a text.") from None
 
 
 def unescaped(text: str) -> str:

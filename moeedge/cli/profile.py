@@ -60,6 +60,8 @@ def profile(
         raise InputError("--layer and --layers cannot be used together.", "Give one of them.")
     choice = profile_run.LayerChoice(layer, layers)
     if trace_out is not None:
+        if trace_out.suffix.lower() != ".npz":  # it may be the model's own path
+            raise InputError(f"--trace-out cannot write {trace_out.name or trace_out}.", "End the name in .npz.")
         check_output(trace_out)
     unused = (texts.prompt, texts.file, texts.dataset, engine.model, trace_out)
     if trace is not None and any(value is not None for value in unused):

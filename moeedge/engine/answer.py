@@ -25,6 +25,7 @@ class StopTexts:
         self._data = [text.encode() for text in texts]
         self.n_longest = max(map(len, self._data), default=0)  # bytes
         self._tail, self._held = b"", ""
+        self._is_found = False
 
     def find(self, data: bytes) -> bool:
         """Whether the next bytes of the stream complete one of the texts."""
@@ -36,11 +37,12 @@ class StopTexts:
 
     def show(self, piece: str, *, last: bool = False) -> str:
         """The text to show after the next `piece`: up to a stop text, without what may begin one, unless `last`."""
-        if not self._texts:
-            return piece
+        if not self._texts or self._is_found:
+            return "" if self._is_found else piece
         text, self._held = self._held + piece, ""
         places = [place for place in (text.find(stop) for stop in self._texts) if place >= 0]
         if places:
+            self._is_found = True  # the rest of a character may follow
             return text[: min(places)]
         n_held = 0 if last else max(n_begun(text, stop) for stop in self._texts)
         self._held = text[len(text) - n_held :]

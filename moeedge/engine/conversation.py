@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from moeedge.errors import EmptyPromptError, InputError
 from moeedge.llama.reasoning import MODEL_TEMPLATE, ReasoningTags, TemplateChoice, split_reasoning
-from moeedge.paths import write_file
+from moeedge.paths import read_text, write_file
 from moeedge.schemas import read_json
 
 if TYPE_CHECKING:
@@ -137,16 +137,6 @@ class Conversation:
         before = self.messages[-1].role if self.messages else "assistant"
         if before != last:
             raise ValueError(f"the last message is the {before}'s, expected the {last}'s")
-
-
-def read_text(path: Path) -> str:
-    """The text of a UTF-8 file. Raises InputError where it cannot be read."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path} is not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}.") from None
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}.") from None
 
 
 def read_message(item: Any, index: int) -> Message:

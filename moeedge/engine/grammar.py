@@ -86,7 +86,7 @@ class ChainSampler(Sampler):
         self._n_last = max((windows.get(name, 0) for name in config.samplers), default=0)
         self._tokens = TokenArray(n_vocab)
         bias = dict(config.logit_bias)
-        if unknown := [token for token in bias if token >= n_vocab]:
+        if unknown := [token for token in bias if not 0 <= token < n_vocab]:
             raise InputError(f"The model has no token {unknown[0]:,}.", f"--logit-bias takes 0 to {n_vocab - 1:,}.")
         if config.ignore_eos:
             bias |= dict.fromkeys(model.eog_tokens, -math.inf)

@@ -59,7 +59,7 @@ class LayerSplit:
 class LayerChoice(Measurement):
     """The divisions that were measured on one machine with one model. Raises ValueError without any."""
 
-    SCHEMA: ClassVar[int] = 1
+    SCHEMA: ClassVar[int] = 2
 
     device: str  # ggml's name
     n_layers: int  # with experts
@@ -123,7 +123,7 @@ def session_conditions(config: EngineConfig, device: ResolvedDevice) -> dict[str
         "models": [_identity(path) for path in (config.model, config.draft) if path is not None],
         "device": device.label,
         "threads": config.n_threads,
-        "gamma": config.gamma,
+        "gamma": (config.gamma, config.auto_gamma, config.draft_p_min),
         "n_gpu_layers": config.n_gpu_layers,
         **changed,
     }

@@ -19,7 +19,7 @@ from moeedge import native
 from moeedge.engine.layer_choice import LayerChoice, LayerSplit, choice_file, is_marked, mark, read_choice
 from moeedge.engine.loading import resolve_device, whole_model_fits
 from moeedge.engine.session import Session
-from moeedge.engine.types import ALL_ON_CPU, DEFAULT_N_UBATCH, EngineConfig, SamplingConfig
+from moeedge.engine.types import ALL_ON_CPU, DEFAULT_GAMMA, DEFAULT_N_UBATCH, EngineConfig, SamplingConfig
 from moeedge.errors import EngineError, ModelFileError, MoeedgeError
 from moeedge.hardware import devices
 from moeedge.hardware.devices import ResolvedDevice
@@ -59,9 +59,12 @@ def open_session(config: EngineConfig, *, draft_model: Model | None = None, run:
     if choice is None and config.placement.calibrate:
         about = f"Measuring how many layers to keep on {device.label}, with and without a cache, once for this model"
         run.say(f"{about}: this may take minutes.")
-        placement = replace(config.placement, calibrate_later=False)
-        # without a budget: the choice serves all
-        measured = replace(config, cpu_fallback=False, expert_budget=None, placement=placement)
+        # all steps have as many drafts, and the cache where it is measured; without a budget: the choice serves all
+        placement = replace(config.placement, calibrate_later=False, governed=False)
+        gamma = min(config.gamma, DEFAULT_GAMMA) if config.auto_gamma else config.gamma
+        measured = replace(
+            config, cpu_fallback=False, expert_budget=None, auto_gamma=False, gamma=gamma, placement=placement
+        )
         choice = _Search(measured, device, draft_model, run).run()
         if choice is not None:
             choice = keep(choice, partial(choice_file, config, device))

@@ -277,7 +277,8 @@ def choose_draft(
         return ChosenDraft(draft, draft.info.n_vocab, head=in_file)
     n_common = check_compatible(model, draft)
     if not draft.can_roll_back:
-        draft.close()
+        if shared is None:
+            draft.close()
         run.warn(f"Speculation is off: {draft.info.architecture} drafts cannot take rejected tokens back.")
         return ChosenDraft()
     return ChosenDraft(draft, n_common)

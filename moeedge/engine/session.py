@@ -180,17 +180,21 @@ class Session(Closing):
         self.info = replace(self.info, expert_budget=budget)
 
     def set_draft_length(self, gamma: int | Literal["auto"]) -> None:
-        """Sets the draft length of the next answers."""
+        """Sets the draft length of the next answers, as far as the model and its head have so many drafts."""
         if gamma != "auto":
-            self.gamma, self.governor = gamma, None
+            self.gamma, self.governor = _at_most(_at_most(gamma, self.target.n_drafts_max), self._head_drafts_max), None
         elif self.governor is None:
             self.gamma, self.governor = GAMMA_MAX, self._new_governor()
+
+    @property
+    def _head_drafts_max(self) -> int | None:
+        return self.draft.kind.n_drafts_max if isinstance(self.draft, HeadDraft) else None
 
     def _new_governor(self) -> DraftGovernor:
         info = self.model.info
         return DraftGovernor(
             max(1, _at_most(GAMMA_MAX, self.target.n_drafts_max)),
-            own_max=self.draft.kind.n_drafts_max if isinstance(self.draft, HeadDraft) else None,
+            own_max=self._head_drafts_max,
             n_experts=info.n_experts,
             n_used=info.n_expert_used,
             n_texts=self.config.n_parallel,
@@ -206,7 +210,7 @@ class Session(Closing):
     def set_mode(self, mode: Mode) -> None:
         """Switches between moeedge's backend and stock llama.cpp, for comparisons within one process."""
         if self.placement is not None:
-            self.placement.detach() if mode == "stock" else self.placement.attach()
+            self.placement.pause(mode == "stock")
         self.target.set_mode(mode)
         if self.draft_context is not None:
             self.draft_context.set_mode(mode)

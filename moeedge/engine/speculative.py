@@ -18,7 +18,7 @@ import numpy as np
 
 from moeedge.engine.drafts import DraftRequest, DraftSource, NgramDraft, Proposal, propose_together
 from moeedge.engine.sampling import Sampler
-from moeedge.errors import DeviceFailedError, EngineError
+from moeedge.errors import DeviceFailedError, EngineError, MoeedgeError
 from moeedge.llama.context import Context
 from moeedge.llama.sequence import BatchPart, Cancelled, ContextSequence, n_common
 from moeedge.native.abi import Phase
@@ -56,10 +56,11 @@ class TextState:
         del self.history[n_keep : n_keep + n_discard]
         return True
 
-    def restore(self) -> None:
-        """Trims both KV caches to the accepted text, after a step was cut off in the middle."""
-        self.target.keep_prefix(self.history)
-        self.draft.restore(self.history)
+    def restore(self, *, goes_on: bool = False) -> None:
+        """Trims both KV caches to the accepted text, after a step was cut off; goes_on: without the last token."""
+        history = self.history[:-1] if goes_on else self.history
+        self.target.keep_prefix(history)
+        self.draft.restore(history)
 
 
 @dataclass(eq=False, repr=False)
@@ -110,18 +111,26 @@ class SpeculativeLoop:
         return Run(cancelled=cancelled)
 
     def attempt(self, work: Callable[..., _Result], *arguments: Any) -> _Result:
-        """The result of `work`, repeated with the same random numbers where a GPU fails and the answers can go on."""
-        if self.recover is None:
-            return work(*arguments)
-        samplers = [text.sampler for text in self.texts]
-        positions = [sampler.state for sampler in samplers]
+        """The result of `work`, repeated where a GPU fails and answers can go on; an error leaves texts as before."""
+        positions = [(text.sampler, text.sampler.state) for text in self.texts]
+
+        def go_back() -> None:
+            for sampler, position in positions:
+                sampler.state = position
+
         try:
             return work(*arguments)
         except DeviceFailedError as error:
+            if self.recover is None:
+                raise
             self.recover(error)
-            for sampler, position in zip(samplers, positions, strict=True):
-                sampler.state = position
+            go_back()
             return work(*arguments)
+        except MoeedgeError:
+            go_back()
+            for text in self.texts:  # some may have accepted tokens that are in no history
+                text.restore(goes_on=True)
+            raise
 
     def timed_step(self, gammas: Sequence[int]) -> tuple[list[StepRecord], dict[str, float]]:
         """The records of a step that may be repeated (`attempt`), and its "decode_s" and "sense_s"."""

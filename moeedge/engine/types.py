@@ -117,7 +117,8 @@ class SamplingConfig:
 
     @property
     def is_random(self) -> bool:
-        return self.temperature > 0 or "temperature" not in self.samplers or self.xtc_probability > 0
+        is_warm = max(self.temperature, self.dynatemp_range) > 0
+        return is_warm or "temperature" not in self.samplers or self.xtc_probability > 0
 
 
 def seed_or_random(value: int) -> int | None:

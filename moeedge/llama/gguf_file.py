@@ -92,6 +92,8 @@ def check_readable(path: Path) -> None:
         raise ModelFileError(f"There is no model file {path}.", "Check the path.")
     if path.is_dir():
         raise ModelFileError(f"{path} is a folder.", "Give the .gguf file in it.")
+    if not path.is_file():  # reading a pipe may never end
+        raise ModelFileError(f"{path} is no regular file.", "Give a model in llama.cpp's GGUF format.")
     try:
         with path.open("rb") as file:
             magic = file.read(len(MAGIC))
@@ -116,7 +118,9 @@ def _open_header(path: Path) -> Iterator[tuple[Any, Any]]:
         reason = library.first_error(
             native.moeedge_last_error().decode("utf-8", "replace") or "its header is malformed"
         )
-        raise ModelFileError(f"Cannot read {path}: {reason}.", f"It may be truncated. {_REPLACE_HINT}")
+        is_other = re.search("version|endian|supported", reason)  # and not damaged
+        hint = "Get the model in GGUF's current format." if is_other else f"It may be truncated. {_REPLACE_HINT}"
+        raise ModelFileError(f"Cannot read {path}: {reason.rstrip('?')}.", hint)
     try:
         yield ggml, header
     finally:

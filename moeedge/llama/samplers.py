@@ -157,8 +157,9 @@ def _standard_error() -> Iterator[list[str]]:
 def _reason(text: str, printed: str) -> str:
     """Why llama.cpp refused the grammar `text`, with the place where it stopped reading."""
     _, marker, reason = printed.partition(_PARSE_ERROR)
-    if not marker:
-        return library.first_error()
+    if not marker:  # logged: printed, before llama.cpp was started
+        logged = printed.strip().split("\n")[0].rpartition("init_impl: ")[2]
+        return library.first_error(logged or "llama.cpp refuses it")
     reason = reason.split("\n\n" + text)[0].strip()
     what, at, rest = (reason + " ").partition(" at ")
     rest = rest.strip()

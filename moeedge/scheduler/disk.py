@@ -207,29 +207,32 @@ class _Files:
         begin = threading.Barrier(depth)
         is_failed = threading.Event()
 
-        def read(thread: int) -> tuple[int, float, float]:
-            with mmap.mmap(-1, size) as buffer:  # aligned
-                own = places[thread::depth].tolist() or places.tolist()
-                buffer[:1] = b"\0"
-                begin.wait()
-                n_reads, start_s = 0, (now_s := time.perf_counter())
-                while (now_s < start_s + read_s or n_reads == 0) and not is_failed.is_set():
-                    file, offset = own[n_reads % len(own)]
-                    try:
-                        if os.preadv(self._files[file], [buffer], offset) != size:
-                            raise OSError(errno.EIO, "the file has become shorter")
-                    except OSError:
-                        is_failed.set()
-                        raise
-                    n_reads += 1
-                    now_s = time.perf_counter()
-                return n_reads, start_s, now_s
+        def read(thread: int, buffer: mmap.mmap) -> tuple[int, float, float]:
+            own = places[thread::depth].tolist() or places.tolist()
+            buffer[:1] = b"\0"
+            begin.wait()
+            n_reads, start_s = 0, (now_s := time.perf_counter())
+            while (now_s < start_s + read_s or n_reads == 0) and not is_failed.is_set():
+                file, offset = own[n_reads % len(own)]
+                try:
+                    if os.preadv(self._files[file], [buffer], offset) != size:
+                        raise OSError(errno.EIO, "the file has become shorter")
+                except OSError:
+                    is_failed.set()
+                    raise
+                n_reads += 1
+                now_s = time.perf_counter()
+            return n_reads, start_s, now_s
 
-        with ThreadPoolExecutor(depth) as pool:
+        with ExitStack() as stack:
             try:
-                n_reads, starts_s, ends_s = zip(*pool.map(read, range(depth)), strict=True)
-            except OSError as error:
-                raise ModelFileError(f"Cannot read {self._name}: {error.strerror}.", "Check the disk.") from error
+                buffers = [stack.enter_context(mmap.mmap(-1, size)) for _ in range(depth)]  # aligned
+                pool = stack.enter_context(ThreadPoolExecutor(depth))
+                stack.callback(begin.abort)  # where not all threads begin, none waits for the others
+                n_reads, starts_s, ends_s = zip(*pool.map(read, range(depth), buffers), strict=True)
+            except (OSError, RuntimeError) as error:  # also: no memory, no more threads
+                what = getattr(error, "strerror", None) or error
+                raise ModelFileError(f"Cannot read {self._name}: {what}.", "Check the disk and free memory.") from error
         return sum(n_reads), max(ends_s) - min(starts_s)
 
 

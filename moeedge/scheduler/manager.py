@@ -132,6 +132,7 @@ class PlacementManager:
         self._planning = PlanningThread(overlaps=self.layer_hook is None and self.draft_prefetch is None)
         self.n_texts = 1  # that the next steps verify
         self._in_step = False  # or at a prompt
+        self._is_paused = False
         self.attach()
         self._reader.skip()
 
@@ -205,6 +206,15 @@ class PlacementManager:
             for tier in self.tiers:
                 tier.detach()
 
+    def pause(self, paused: bool) -> None:
+        """paused: the target computes as without tiers until the next call, whatever the governor decides."""
+        self._is_paused = paused
+        self.detach() if paused else self.attach()
+
+    @property
+    def _governing(self) -> CacheGovernor | None:
+        return None if self._is_paused else self.governor
+
     def fall_back(self, *, context_usable: bool) -> None:
         """Ends placement because a GPU failed, whose context the tiers leave if `context_usable`; figures remain."""
         for tier in self.tiers:
@@ -228,7 +238,7 @@ class PlacementManager:
 
     def begin_prompt(self) -> None:
         """A prompt comes. Where llama.cpp does not compute large batches on a GPU by itself, the cache does."""
-        if self.governor is not None and not self._op_offload and not self.first.lost:
+        if self._governing is not None and not self._op_offload and not self.first.lost:
             self.attach()
 
     def begin_answer(self) -> None:
@@ -241,9 +251,10 @@ class PlacementManager:
 
     def begin_step(self) -> None:
         """Attaches the cache, or detaches it, as the governor decides."""
-        if self.governor is None or not self.first.usable:
+        governor = self._governing
+        if governor is None or not self.first.usable:
             return
-        if self.governor.choice.on:
+        if governor.choice.on:
             self.attach()
         elif self.first.attached:
             self.drain_transfers(0.0)  # what is under way would slow down the steps without it
@@ -251,11 +262,12 @@ class PlacementManager:
 
     def end_step(self, n_tokens: int, seconds: float) -> None:
         """The step after `begin_step` verified `n_tokens` in `seconds`, drafting included."""
-        if self.governor is None or not self.first.usable:
+        governor = self._governing
+        if governor is None or not self.first.usable:
             return
-        paid = self.governor.choice.pays
-        self.governor.observe(n_tokens, seconds)
-        choice = self.governor.choice
+        paid = governor.choice.pays
+        governor.observe(n_tokens, seconds)
+        choice = governor.choice
         if choice.pays != paid and choice.gain is not None:
             self.run.report(choice.decision.sentence(), Level.NOTICE)
 

@@ -69,7 +69,8 @@ class Opening:
         if not has_device and self.in_ram is None:
             reason, ignored = "no device holds experts here", ignored_ablations("none", self.config.ablations)
             if self.config.has_size:
-                self.run.warn(f"--vram and --cache-ratio have no effect: {reason} (moeedge devices lists them).")
+                option = "--vram" if self.config.vram_bytes is not None else "--cache-ratio"
+                self.run.warn(f"{option} has no effect: {reason} (moeedge devices lists them).")
             if ignored:
                 self.run.warn(f"--ablate {', '.join(ignored)} has no effect: {reason}.")
             return None, None

@@ -69,7 +69,8 @@ REFUSED = {
         "--layer 3": "3 0 to 2",
         "-n 0": "-n least 1, 0",
         "--plot /no/such/folder/x.png": "/no/such/folder/x.png cannot written",
-        "--trace-out /": "error: / cannot written",
+        "--trace-out model.gguf": "error: --trace-out cannot write .npz",
+        "--trace-out /no/such/trace.npz": "error: trace.npz cannot written folder",
         f"-p '{'word ' * 1000}'": "context 512",
     },
     "profile --trace own.npz": {

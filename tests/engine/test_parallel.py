@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -285,6 +286,29 @@ def test_the_answers_go_on_without_a_gpu(
             generation = finished(session, sampling=sampling)
         assert not session.model.uses_gpu
         assert tokens_of(generation) == drawn[sampling]
+
+
+@pytest.mark.parametrize("sampling", [RANDOM, LETTERS])
+@pytest.mark.parametrize("at_call", range(1, 8))
+def test_the_others_go_on_after_an_error_in_one_text(
+    session: Session, drawn: dict[SamplingConfig, Tokens], at_call: int, sampling: SamplingConfig
+) -> None:
+    """As where a grammar allows no token, when another text has accepted its own."""
+    generation = start(session, sampling=sampling)
+    sampler, calls = generation.answers[1].state.sampler, count(1)
+    accept = sampler.accept
+
+    def failing_once(*arguments: Any) -> Any:
+        if next(calls) == at_call:
+            raise EngineError("no token is left")
+        return accept(*arguments)
+
+    sampler.accept = failing_once  # type: ignore[method-assign]
+    with pytest.raises(EngineError, match="no token"):
+        list(generation)
+    generation.stop(1)
+    list(generation)
+    assert tokens_of(generation)[0] == drawn[sampling][0] and tokens_of(generation)[2:] == drawn[sampling][2:]
 
 
 def test_refusals(config: EngineConfig, session: Session, tmp_path: Path) -> None:

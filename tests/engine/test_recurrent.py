@@ -51,6 +51,11 @@ def test_a_recurrent_draft_is_not_used(mamba: Path, tiny_moe: Path) -> None:
     with Session.open(plain_config(tiny_moe, mamba)) as session:
         assert session.info.draft == "none" and session.gamma == 0
         assert session.info.notes == ["Speculation is off: mamba drafts cannot take rejected tokens back."]
+    with Model.load(mamba) as shared:
+        for _ in range(2):
+            with Session.open(plain_config(tiny_moe, mamba), draft_model=shared) as session:
+                assert session.info.draft == "none"
+        assert shared.info.n_layers
 
 
 @pytest.fixture(scope="module", params=["qwen35moe", "nemotron_h_moe"])
@@ -123,6 +128,8 @@ def test_small_batches_shorten_drafts(hybrid: Path, n_ubatch: int, gamma: int, c
     with Session.open(asked) as session:
         assert session.info.gamma == session.target.n_snapshots == gamma
         assert any("-ub" in note for note in session.info.notes) == (gamma < 8)
+        session.set_draft_length(16)
+        assert session.gamma == gamma
         check(session, PROMPT * 3, answer(session, PROMPT * 3)[0])
 
 

@@ -205,6 +205,11 @@ def test_the_smallest_sampler_that_has_all_filters(model: Model) -> None:
     assert type(new_sampler(SamplingConfig(temperature=0.3, repeat_penalty=1.2), model)) is Sampler
     assert type(new_sampler(SamplingConfig(samplers=("top_k", "temperature")), model)) is ChainSampler
     assert not SamplingConfig(xtc_threshold=0.3, dry_base=2.0).needs_chain
+    cold = SamplingConfig(temperature=0)
+    assert not cold.is_random and replace(cold, dynatemp_range=0.5).is_random  # which is around the temperature
+    for token in (-1, model.info.n_vocab):
+        with pytest.raises(InputError, match="no token"):
+            new_sampler(replace(cold, logit_bias=((token, 1.0),)), model)
 
 
 def test_values_that_come_from_json_are_the_same() -> None:

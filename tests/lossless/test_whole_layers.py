@@ -130,14 +130,20 @@ def test_the_memory_is_the_planned_one(many: Path, n_cpu_moe: int) -> None:
 
 @pytest.mark.slow
 def test_the_fastest_division_is_measured_and_kept(
-    bundled_pair: tuple[Path, Path], counting: CountingDevice, cache_folder: Path
+    bundled_pair: tuple[Path, Path], counting: CountingDevice, cache_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, draft = bundled_pair
-    placement = PlacementConfig(vram_bytes=8_000_000)
-    config = EngineConfig(model=target, draft=draft, n_ctx=512, device=DEVICE, placement=placement)
+    placement = PlacementConfig(vram_bytes=8_000_000, governed=True)
+    config = EngineConfig(model=target, draft=draft, auto_gamma=True, n_ctx=512, device=DEVICE, placement=placement)
     free = devices.read_memory(resolve_device(config))
-    with open_session(config) as session:
-        choice, info = session.layer_choice, session.info
+    opened, open_one = list[EngineConfig](), Session.open
+    with monkeypatch.context() as patch:
+        patch.setattr(Session, "open", lambda config, **given: opened.append(config) or open_one(config, **given))
+        with open_session(config) as session:
+            choice, info = session.layer_choice, session.info
+    *measured, last = opened  # with drafts of one length and the cache as it is said; the chat as it was asked for
+    assert {(each.auto_gamma, each.gamma, each.placement.governed) for each in measured} == {(False, 4, False)}
+    assert last.auto_gamma and last.placement.governed
     assert free == devices.read_memory(resolve_device(config))  # all sessions are closed
     assert choice is not None and not choice.kept_from
     whole = choice.whole_only

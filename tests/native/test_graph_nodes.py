@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import time
-from ctypes import c_bool, c_float
+from ctypes import c_bool, c_float, c_int32, c_int64, c_size_t
 from pathlib import Path
 
 import llama_cpp
+import numpy as np
 import pytest
 
 from moeedge.llama import library
 from moeedge.native import OffloadScope, Sensor
-from moeedge.native.abi import KernelChoice
+from moeedge.native.abi import KernelChoice, Phase
+from moeedge.native.cache import CacheConfig, ExpertCache, ExpertTensor
 from moeedge.native.compute import kernels, set_kernel_choice
 from tests.conftest import TinyFactory
 from tests.native.conftest import printed
 from tests.support.cases import K_DIMS, MOE_CASES
-from tests.support.raw_ggml import F32, Graph, Queue, ggml
+from tests.support.raw_ggml import F32, I32, Graph, Queue, ggml
 from tests.support.sensed import experts_used, sensed_context
 from tests.support.stock import StockContext
 
@@ -114,3 +116,52 @@ def test_values_that_many_paths_reach_are_recognised_as_fast_as_others() -> None
     finally:
         graph.close()
         queue.close()
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_views_in_a_block_on_the_device(is_nested: bool, tmp_path: Path) -> None:
+    """The offset of a view of a view is from the root's beginning, as ggml counts it."""
+    n_ff, n_experts, n_used, n_tokens = 32, 4, 2, 2
+    rng, path = np.random.default_rng(1), tmp_path / "experts.bin"
+    shapes = {"up": (n_experts, 4 * n_ff, n_ff), "down": (n_experts, n_ff, n_ff)}
+    values = {role: rng.standard_normal(shape).astype(np.float32) for role, shape in shapes.items()}
+    path.write_bytes(b"".join(array.tobytes() for array in values.values()))
+    graph, experts, tables, at = Graph(), [], {}, 0
+    for role, (n, rows, width) in shapes.items():
+        name, stride = f"blk.0.ffn_{role}_exps.weight", 4 * rows * width
+        experts.append(ExpertTensor(0, F32, width, rows, n, 0, at, stride, name))
+        tables[role], at = graph.tensor(F32, width, rows, n), at + n * stride
+        ggml("ggml_set_name", tables[role], name.encode())
+    x, ids = graph.tensor(F32, n_ff, 1, n_tokens), graph.tensor(I32, n_used, n_tokens)
+
+    def view(of: int, n_values: int, first: int) -> int:
+        sizes = (c_int64(n_values), c_int64(n_used), c_int64(n_tokens))
+        strides = (c_size_t(16 * n_ff), c_size_t(16 * n_ff * n_used))
+        return graph.op("view_3d", of, *sizes, *strides, c_size_t(4 * first))
+
+    up = graph.op("mul_mat_id", tables["up"], x, ids)
+    half, first = (view(up, 2 * n_ff, 2 * n_ff), 0) if is_nested else (up, 2 * n_ff)
+    gated = graph.op("swiglu_split", view(half, n_ff, first), view(half, n_ff, first + n_ff))
+    out = graph.expand(graph.op("mul_mat_id", tables["down"], gated, ids))
+    graph.allocate()
+    for role, shape in shapes.items():
+        graph.array(tables[role], c_float, *shape)[:] = values[role]
+    graph.array(x, c_float, n_tokens, 1, n_ff)[:] = rng.standard_normal((n_tokens, 1, n_ff))
+    graph.array(ids, c_int32, n_tokens, n_used)[:] = [[0, 1], [2, 3]]
+    result = graph.array(out, c_float, n_tokens, n_used, n_ff)
+    Queue("CPU").compute(graph.graph)
+    expected = result.copy()
+    result[:] = 0
+    queue, sensor = Queue("MOEEDGE"), Sensor(1, n_experts, n_used, 8)
+    sensor.set_offload_scope(OffloadScope.ALL)
+    config = CacheConfig(device="emulated", files=[path], tensors=experts, n_layers=1, n_experts=n_experts, ratio=1.0)
+    with ExpertCache(config) as cache:
+        all_experts = np.array([[0, expert] for expert in range(n_experts)], np.int32)
+        cache.plan(all_experts, np.ones(n_experts, np.uint8), np.zeros((0, 2), np.int32), np.zeros(0, np.float32))
+        assert cache.drain(5)
+        cache.attach(sensor)
+        sensor.set_phase(Phase.DECODE)
+        queue.compute(graph.graph)
+        assert cache.stats().pairs_hit == n_used * n_tokens
+        cache.detach()
+    assert np.array_equal(result, expected)

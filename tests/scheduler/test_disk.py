@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+import threading
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -116,6 +120,23 @@ def test_a_read_error_is_reported(wide: Path, here: Here) -> None:
         quick(wide)
     here.read_by(lambda *_arguments: 4096)  # a file that was cut
     with pytest.raises(ModelFileError, match="shorter"):
+        quick(wide)
+
+
+@pytest.mark.parametrize(("part", "error"), [(threading.Thread, RuntimeError("no threads")), (mmap, OSError("full"))])
+def test_no_thread_waits_for_one_that_cannot_begin(
+    part: Any, error: Exception, wide: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "mmap" if part is mmap else "start"
+    real, n_calls = getattr(part, name), count(1)
+
+    def failing(*arguments: Any) -> Any:
+        if next(n_calls) == 3:
+            raise error
+        return real(*arguments)
+
+    monkeypatch.setattr(part, name, failing)
+    with pytest.raises(ModelFileError, match=str(error)):
         quick(wide)
 
 

@@ -198,7 +198,15 @@ def test_a_long_prompt_is_observed_in_pieces(pair: Pair) -> None:
         assert [token for piece in pieces[1:] for token in piece.tokens.tolist()] == prompt[3 * 32 :]
 
 
-def test_experts_stay_for_a_new_conversation_and_unused_in_stock_mode(session: Session, reference: list[int]) -> None:
+@pytest.mark.parametrize("governed", [False, True])
+def test_experts_stay_for_a_new_conversation_and_unused_in_stock_mode(
+    pair: Pair, reference: list[int], governed: bool
+) -> None:
+    with Session.open(config(pair, placement={"governed": governed})) as session:
+        check_stock_mode(session, reference)
+
+
+def check_stock_mode(session: Session, reference: list[int]) -> None:
     recorder = record(session)
     answer(session)
     drain(session)

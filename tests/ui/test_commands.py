@@ -44,6 +44,29 @@ def test_an_edit_that_is_given_up_changes_nothing(line: Line, session: Session, 
     assert talk.asked == ["one", "two"]
 
 
+def test_quoted_text_is_no_command(session: Session, tmp_path: Path) -> None:
+    quoted = ["/usr/bin/env", "exit", "// a comment"]
+    talk = Talk(session, [*(f'"""{text}"""' for text in quoted), "/edit"], tmp_path)
+    assert [message.content for message in talk.messages[::2]] == quoted
+    assert talk.begun[-1] == '"""// a comment"""'
+
+
+def test_a_file_is_read_in_part_and_refused(session: Session, tmp_path: Path) -> None:
+    large = tmp_path / "large.txt"
+    with large.open("wb") as file:
+        file.truncate(1 << 40)  # no text fills the memory
+    talk = Talk(session, [f"/read {large}", "/read /dev/zero", f"/save {tmp_path / 'a.json'}"], tmp_path)
+    assert talk.err.count("is too large") == 2 and "saved" in talk.err
+
+
+@pytest.mark.parametrize("line", [KeyboardInterrupt, EOFError])
+def test_a_file_is_kept_where_the_question_gets_no_answer(line: Line, session: Session, tmp_path: Path) -> None:
+    file = tmp_path / "kept.json"
+    file.write_text("mine")
+    talk = Talk(session, [f"/save {file}", line], tmp_path / "chats")
+    assert file.read_text() == "mine" and "Not saved." in talk.err
+
+
 def test_an_edited_message_without_an_answer_leaves_the_earlier_one(session: Session, tmp_path: Path) -> None:
     before = Talk(session, ["one"], tmp_path).messages
     talk = Talk(session, ["one", "/edit", "word " * 600], tmp_path)  # does not fit

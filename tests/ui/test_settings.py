@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -160,12 +161,27 @@ def test_history_is_a_private_file_or_said_not_to_be_kept(tmp_path: Path) -> Non
     assert notes[0].startswith("Input history is not kept: ")
 
 
+def test_a_history_that_can_no_longer_be_written_costs_no_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes: list[str] = []
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n"))
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    history = open_history(lambda: folder / "history", Run(notes.append))
+    shutil.rmtree(folder)
+    read = make_reader({}, history, Run(notes.append))
+    assert (read(""), read("")) == ("one", "two")
+    assert len(notes) == 1 and "not kept from here on" in notes[0]
+
+
 @pytest.mark.parametrize("editor", ["/bin/false", "/no/such/editor"])
 def test_an_editor_that_fails_on_a_dumb_terminal_leaves_the_message(
     editor: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TERM", "dumb")
     monkeypatch.setenv("VISUAL", editor)
-    read = make_reader({}, InMemoryHistory())
+    read = make_reader({}, InMemoryHistory(), Run())
     assert read("a message") == ""
     assert editor in capsys.readouterr().err

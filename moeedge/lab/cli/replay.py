@@ -213,6 +213,8 @@ def _split(trace: Trace, chosen: slice, limit: int, profile_texts: int | None) -
     from moeedge.lab.traces.schedule import texts_of
 
     n_texts = int(np.unique(trace.sequence).size)
+    if n_texts == 0:
+        raise InputError("The trace has no recorded experts.", "Name another trace.")
     first, last = chosen.start, n_texts if chosen.stop is None else min(chosen.stop, n_texts)
     last = min(first + limit, last) if limit else last
     if first >= last:

@@ -7,6 +7,7 @@
 
 #if defined(__x86_64__) && defined(__linux__)
 
+#    include <cerrno>
 #    include <cmath>
 #    include <csignal>
 #    include <cstdint>
@@ -77,7 +78,12 @@ static bool is_amx_right(ggml_backend_dev_t dev) {
     return error < 1e-4 * norm;
 }
 
+// The child's answer comes through a pipe: its exit status is lost to a program that ignores SIGCHLD.
 static bool passes_in_child(ggml_backend_dev_t dev) {
+    int ends[2];
+    if (pipe2(ends, O_CLOEXEC) != 0) {
+        return true;
+    }
     const pid_t child = fork();
     if (child == 0) {
         for (int name = 1; name < NSIG; name++) {
@@ -85,10 +91,18 @@ static bool passes_in_child(ggml_backend_dev_t dev) {
         }
         alarm(timeout_s);
         dup2(open("/dev/null", O_WRONLY), STDERR_FILENO); // ggml's log
-        _exit(is_amx_right(dev) ? 0 : 1);
+        _exit(is_amx_right(dev) && write(ends[1], "", 1) == 1 ? 0 : 1);
     }
-    int status = 0;
-    return child < 0 || (waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    close(ends[1]);
+    char    answer;
+    ssize_t n_read;
+    do {
+        n_read = read(ends[0], &answer, 1);
+    } while (n_read < 0 && errno == EINTR);
+    close(ends[0]);
+    while (child > 0 && waitpid(child, nullptr, 0) < 0 && errno == EINTR) {
+    }
+    return child < 0 || n_read == 1;
 }
 
 // Lets ggml list its buffer types while its request to use AMX fails: Linux refuses it to a process with a signal stack too small

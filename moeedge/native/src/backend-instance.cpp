@@ -12,10 +12,11 @@ static void set_ram(instance * self, std::shared_ptr<expert_cache> cache) {
         self->hybrid->set_ram(nullptr);
     }
     self->from_ram.reset();
-    self->ram = std::move(cache);
-    if (self->ram) {
-        self->from_ram.reset(new ram_executor(self->ram, self->cpu, self->cpu_dev));
+    self->ram.reset();
+    if (cache) {
+        self->from_ram.reset(new ram_executor(cache, self->cpu, self->cpu_dev)); // may throw
         self->from_ram->should_stop = [self] { return self->abort && self->abort(self->abort_data); };
+        self->ram = std::move(cache);
     }
     if (self->hybrid) {
         self->hybrid->set_ram(self->from_ram.get());
@@ -27,9 +28,10 @@ static void set_device_cache(instance * self, std::shared_ptr<expert_cache> cach
         self->hybrid.release(); // its threads and its device stayed in the process that forked this one
     }
     self->hybrid.reset();
-    self->cache = std::move(cache);
-    if (self->cache) {
-        self->hybrid.reset(new hybrid_executor(self->cache, self->cpu, self->cpu_dev));
+    self->cache.reset();
+    if (cache) {
+        self->hybrid.reset(new hybrid_executor(cache, self->cpu, self->cpu_dev)); // may throw
+        self->cache = std::move(cache);
         self->hybrid->set_n_threads(self->n_threads);
         self->hybrid->set_ram(self->from_ram.get());
     }

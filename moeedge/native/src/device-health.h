@@ -40,12 +40,15 @@ class device_health : public std::enable_shared_from_this<device_health> {
     // Runs `work`, which talks to the device, and waits for it; false if the device is lost before it is done. The work of
     // a remote device runs in another thread, which may never end: it must own what it uses. Exceptions of the work arrive
     // at the caller.
-    bool run(std::function<void()> work, std::chrono::seconds timeout = std::chrono::hours(24));
+    bool run(std::function<void()> work, std::chrono::seconds timeout = answer_limit);
 
     // a flag that one thread sets and another waits for; wait returns false if the device is lost, or if a remote worker
     // did not answer in time (one that is stopped keeps its connection), which marks it as lost
     void set(bool & flag);
-    bool wait(const bool & flag, std::chrono::seconds timeout = std::chrono::hours(24));
+    bool wait(const bool & flag, std::chrono::seconds timeout);
+
+    // of a remote worker: computing, allocating, taking as many experts as are staged at once; and freeing
+    static constexpr auto answer_limit = std::chrono::seconds(120), free_limit = std::chrono::seconds(30);
 
     const bool is_remote;
 

@@ -9,8 +9,6 @@ namespace moeedge {
 
 // how often a waiting caller checks whether the device is lost
 static constexpr auto lost_check_interval = std::chrono::milliseconds(50);
-// a device that has not answered by then is taken for lost: the slowest block computes in a fraction of this
-static constexpr int64_t answer_limit_ns = 120ll * 1000 * 1000 * 1000;
 // turns of a short wait (some 40 us) that keeps the core: a thread that sleeps takes as long to wake up
 static constexpr int n_spins = 1000;
 
@@ -121,7 +119,7 @@ bool device_worker::wait_for_thread() {
         relax();
     }
     std::unique_lock<std::mutex> lock(mutex);
-    const int64_t                limit_ns = now_ns() + answer_limit_ns;
+    const int64_t                limit_ns = now_ns() + std::chrono::nanoseconds(device_health::answer_limit).count();
     while (!wake_caller.wait_for(lock, lost_check_interval, [this] { return is_finished(); })) {
         if (now_ns() > limit_ns) {
             cache->mark_lost("it has not answered for two minutes");

@@ -54,12 +54,6 @@ moeedge_cache_stats block_records::stats() {
 // of reads for another cache: those that computations wait for come first
 static constexpr int upload_priority = 1;
 
-// the slowest upload that is still worth its time takes a fraction of this
-static constexpr auto close_timeout = std::chrono::seconds(30);
-
-// of a worker that is asked to free its memory
-static constexpr auto free_timeout = std::chrono::seconds(30);
-
 static bool is_valid(const moeedge_cache_config & config) {
     const bool has_arrays = config.device && config.files && config.tensors && config.n_files > 0 && config.n_tensors > 0;
     // a comparison with NaN is false
@@ -136,7 +130,7 @@ static bool allocate(cache_core & core, const moeedge_cache_config & config) {
 // the last reference, so that it is the one that waits.
 static void release_core(std::shared_ptr<cache_core> core) {
     const std::shared_ptr<device_health> health = core->device->health;
-    health->run([last = std::move(core)]() mutable { last.reset(); }, free_timeout);
+    health->run([last = std::move(core)]() mutable { last.reset(); }, device_health::free_limit);
 }
 
 std::shared_ptr<expert_cache> expert_cache::create(const moeedge_cache_config & config, std::string & error, int & status) {
@@ -208,7 +202,7 @@ void expert_cache::close() {
         return;
     }
     core->table->stop();
-    if (device().health->wait(core->has_mover_ended, close_timeout)) {
+    if (device().health->wait(core->has_mover_ended, device_health::free_limit)) {
         mover.join();
     } else {
         mover.detach();

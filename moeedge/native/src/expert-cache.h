@@ -96,7 +96,9 @@ class expert_cache {
     void        mark_lost(const char * reason) { device().health->mark_lost(reason); } // from any thread
     std::string lost_message() const { return device().lost_message(); }
     // runs work that waits for the device, see device_health::run
-    bool        run_on_device(std::function<void()> work) { return device().health->run(std::move(work)); }
+    bool        run_on_device(std::function<void()> work, std::chrono::seconds timeout = device_health::answer_limit) {
+        return device().health->run(std::move(work), timeout);
+    }
 
     // how prefill batches are computed: moeedge_cache_set_prefill
     std::atomic<int> prefill_path{ MOEEDGE_PREFILL_PATH_CPU };

@@ -10,16 +10,6 @@
 
 namespace moeedge {
 
-// experts of the chain; each of its matmuls has as many
-static int64_t count_experts(const expert_chain & chain) {
-    for (const chain_step & step : chain.steps) {
-        if (step.node->op == GGML_OP_MUL_MAT_ID) {
-            return step.node->src[0]->ne[2];
-        }
-    }
-    return 0;
-}
-
 // one column per token, the same for all of its experts
 static bool is_shared_input(const ggml_tensor * input) {
     return input->ne[1] == 1 && input->op != GGML_OP_MUL;
@@ -44,7 +34,7 @@ static int compute_expert_outputs(const ggml_cgraph * graph, int i_first, ggml_b
     if (!chain.is_complete() || !is_shared_input(chain.input)) {
         return fail(MOEEDGE_STATUS_FAILED, cannot);
     }
-    const int64_t n_experts = count_experts(chain);
+    const int64_t n_experts = chain.steps.front().node->src[0]->ne[2]; // a matmul begins the chain
     const int64_t n_tokens  = chain.n_tokens();
     if (n_values != chain.out->ne[0] * n_experts * n_tokens) {
         return fail(MOEEDGE_STATUS_BAD_ARGUMENT, "The block has other dimensions.");

@@ -21,11 +21,11 @@ static constexpr size_t n_pairs_as_columns = 256;
 static constexpr size_t likely_pairs = 4;
 
 hybrid_executor::hybrid_executor(std::shared_ptr<expert_cache> c, ggml_backend_t cpu_backend, ggml_backend_dev_t dev)
-    : pair_columns(cpu_backend, dev), cache(std::move(c)), cpu_dev(dev), worker(std::make_shared<device_worker>(cache)),
+    : pair_columns(cpu_backend, dev), cache(std::move(c)), worker(std::make_shared<device_worker>(cache)),
       device_graphs(new subgraph_set(ggml_backend_get_device(cache->device().compute), cache->device().buft,
                                      [c = cache.get()](std::function<void()> work) { return c->run_on_device(std::move(work)); })) {
     if (cache->device().n_threads > 0) {
-        cpu_part.reset(ggml_backend_dev_init(cpu_dev, nullptr));
+        cpu_part.reset(ggml_backend_dev_init(dev, nullptr));
         cpu = cpu_part.get();
     }
     ahead.reset(new ahead_launch(cache));
@@ -49,7 +49,7 @@ hybrid_executor::~hybrid_executor() {
             delete graphs;
             delete launch;
             delete blocks;
-        });
+        }, device_health::free_limit);
     } catch (const std::exception &) { // no memory for the thread that frees
     }
 }

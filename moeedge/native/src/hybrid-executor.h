@@ -91,7 +91,6 @@ class hybrid_executor : private pair_columns {
                                     moeedge_block_record & record);
 
     std::shared_ptr<expert_cache>  cache;
-    ggml_backend_dev_t             cpu_dev;
     ggml_backend_ptr               cpu_part; // with the threads that an emulated device leaves; null: all are its
     std::shared_ptr<device_worker> worker;
     std::unique_ptr<subgraph_set>  device_graphs;

@@ -64,7 +64,9 @@ static ggml_tensor * build_scale(ggml_context * ctx, ggml_tensor * table, ggml_t
 
 static ggml_tensor * build_node(ggml_context * ctx, const ggml_tensor * original, ggml_tensor * const * srcs, int64_t d1, int64_t d2) {
     if (original->op == GGML_OP_VIEW) {
-        return ggml_view_3d(ctx, srcs[0], original->ne[0], d1, d2, srcs[0]->nb[1], srcs[0]->nb[2], original->view_offs);
+        // ggml's offset is that from the root, of a view of a view, too
+        const size_t before = original->src[0]->view_src ? original->src[0]->view_offs : 0;
+        return ggml_view_3d(ctx, srcs[0], original->ne[0], d1, d2, srcs[0]->nb[1], srcs[0]->nb[2], original->view_offs - before);
     }
     if (original->op == GGML_OP_RESHAPE) {
         return ggml_reshape_3d(ctx, srcs[0], original->ne[0], d1, d2);

@@ -11,11 +11,12 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from moeedge.engine.autosave import UnfinishedChat, remove
-from moeedge.engine.conversation import Conversation, Message, read_text
+from moeedge.engine.conversation import Conversation, Message
 from moeedge.errors import InputError
-from moeedge.paths import user_path
+from moeedge.paths import read_text, user_path
 from moeedge.ui.chat import settings as setting_table
 from moeedge.ui.chat.greeting import details
+from moeedge.ui.chat.prompt import QUOTES
 from moeedge.ui.figures import FigureRow, answer_rows, total_rows
 
 if TYPE_CHECKING:
@@ -94,8 +95,9 @@ def _edit(chat: Chat, _argument: str) -> Result:
     messages = chat.conversation.messages
     if not messages:
         raise InputError("There is no message to edit.")
-    chat.edited = messages[-2].content
-    return Result(["Change the message and send it again; Ctrl-C leaves it as it was."])
+    text = messages[-2].content
+    chat.edited = f"{QUOTES}{text}{QUOTES}" if text.startswith("/") or text.lower() in LEAVING else text
+    return Result(["Change the message and send it again; an empty one, or Ctrl-C there, leaves it as it was."])
 
 
 def _model(chat: Chat, argument: str) -> Result:
@@ -309,4 +311,4 @@ def run_command(chat: Chat, line: str) -> Result:
             raise InputError(f'There is no command "{word}" here.', sentence)
     similar = difflib.get_close_matches(word, _BY_NAME, n=1)
     hint = f"Did you mean {similar[0]}? " if similar else ""
-    raise InputError(f'Unknown command "{word}".', f"{hint}/help lists the commands.")
+    raise InputError(f'Unknown command "{word}".', f'{hint}/help lists the commands; """quoted text""" is none.')

@@ -81,13 +81,28 @@ class _CommandCompleter(Completer):
         return [Completion(name, start_position=-len(word)) for name in names if name.startswith(word)]
 
 
+class _SavedHistory(FileHistory):
+    """A history in a file that ends where this cannot be written any more; `failure` says why, until it is told."""
+
+    failure = ""
+    _has_ended = False
+
+    def store_string(self, string: str) -> None:
+        if self._has_ended:
+            return
+        try:
+            super().store_string(string)
+        except OSError as error:
+            self._has_ended, self.failure = True, error.strerror or str(error)
+
+
 def open_history(path: Callable[[], Path], run: Run) -> History:
     """The history in the file `path()`, readable by its owner only; in memory if the file cannot be written."""
     try:
         file = path()
         file.touch(mode=0o600, exist_ok=True)
         with file.open("ab"):  # writable?
-            return FileHistory(str(file))
+            return _SavedHistory(str(file))
     except (OSError, MoeedgeError) as error:
         run.say(f"Input history is not kept: {error}.", Level.WARNING)
         return InMemoryHistory()
@@ -118,8 +133,21 @@ def _read_line(prompt: str) -> str:
     return line.rstrip("\n")
 
 
-def make_reader(commands: Mapping[str, Sequence[str]], history: History) -> Callable[[str], str]:
+def make_reader(commands: Mapping[str, Sequence[str]], history: History, run: Run) -> Callable[[str], str]:
     """A function that reads one message, given its beginning. It raises EOFError and, on Ctrl-C, KeyboardInterrupt."""
+    read = _make_reader(commands, history)
+
+    def read_and_tell(begun: str) -> str:
+        text = read(begun)
+        if isinstance(history, _SavedHistory) and history.failure:  # told once
+            run.say(f"Input history is not kept from here on: {history.failure}.", Level.WARNING)
+            history.failure = ""
+        return text
+
+    return read_and_tell
+
+
+def _make_reader(commands: Mapping[str, Sequence[str]], history: History) -> Callable[[str], str]:
     if is_dumb_terminal():
         return lambda begun: _read_plainly(history, begun)
     session: PromptSession[str] = PromptSession(
@@ -143,7 +171,7 @@ def one_shot_prompt(prompt: str | None, stream: TextIO | None, *, notice: Callab
     piped = "" if is_terminal(stream) else _read_piped(stream, with_prompt=prompt is not None, notice=notice)
     parts = [part for part in (prompt or "", piped.strip("\n")) if part.strip()]
     if not parts:
-        where = "-p is blank" if prompt is not None else "standard input is empty and not a terminal"
+        where = "the text of -p or -f is blank" if prompt is not None else "standard input is empty and not a terminal"
         hint = "Give -p TEXT, pipe a text in, or start the chat in a terminal."
         raise EmptyPromptError(f"The prompt is empty: {where}.", hint)
     return "\n\n".join(parts)

@@ -13,10 +13,12 @@ from moeedge.run import Run
 from moeedge.ui import figures
 from moeedge.ui.chat.commands import LEAVING, Next, run_command
 from moeedge.ui.chat.interrupt import HANGUP, Ended, Interrupt
-from moeedge.ui.chat.prompt import unquote
+from moeedge.ui.chat.prompt import QUOTES, unquote
 from moeedge.ui.chat.session import FULL, Chat
 from moeedge.ui.chat.single import CacheMeter, answer_view, print_turn
 from moeedge.ui.console import say, show_figures, terminal_is_gone
+
+_UNCHANGED = "The message stays as it was."
 
 
 @dataclass(eq=False, kw_only=True)
@@ -51,7 +53,7 @@ class Repl(Chat):
     def _next_message(self) -> Next:
         edited, self.edited = self.edited, None
         try:
-            line = unquote(self.read(edited or ""))
+            typed = self.read(edited or "")
         except EOFError:
             if terminal_is_gone():  # before SIGHUP says so
                 raise Ended(HANGUP) from None
@@ -59,17 +61,22 @@ class Repl(Chat):
         except Ended:
             raise
         except KeyboardInterrupt:
-            self.say("The message stays as it was." if edited else "Use /exit or Ctrl-D to leave.")
+            self.say(_UNCHANGED if edited else "Use /exit or Ctrl-D to leave.")
             return Next.READ
-        if edited and line.strip() and not line.startswith("/"):
+        line = unquote(typed)
+        is_text = typed.strip().startswith(QUOTES)
+        if edited and line.strip() and (is_text or not line.startswith("/")):
             self._before_edit = self.conversation.messages[-2:]
             self.conversation.undo()
-        return self._carry_out(line)
+        elif edited and not line.strip():
+            self.say(_UNCHANGED)
+        return self._carry_out(line, is_text=is_text)
 
-    def _carry_out(self, line: str) -> Next:
+    def _carry_out(self, line: str, *, is_text: bool = False) -> Next:
+        """Runs a command, or answers a message; is_text: it was quoted, so it is no command."""
         try:
             self.session.watch_memory()
-            if line.startswith("/"):
+            if line.startswith("/") and not is_text:
                 result = run_command(self, line)
                 if result.next is not Next.ANSWER:  # what /regen took back stays on disk until there is another answer
                     self.keep()
@@ -79,7 +86,7 @@ class Repl(Chat):
                 return self._answer() if result.next is Next.ANSWER else result.next
             if not line and not self.attached:
                 return Next.READ
-            if line.lower() in LEAVING and not self.attached:
+            if line.lower() in LEAVING and not self.attached and not is_text:
                 return Next.EXIT
             self.conversation.ask(self.attached + line)
             self.attached, self.replaced, self.attempt = "", None, 0

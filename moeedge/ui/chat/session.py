@@ -37,13 +37,16 @@ def change_engine(session: Session, old: Settings, settings: Settings, *, raw: b
             raise InputError("There is no draft, so speculation stays off.", hint)
         session.set_draft_length(settings.gamma)
     notes: list[str] = []
+    if settings.gamma not in (old.gamma, "auto", session.gamma):
+        notes.append(f"Drafts are limited to {session.gamma} tokens: the model has no more.")
     if (settings.gamma, settings.budget) != (old.gamma, old.budget):
         budget, kind = session.config.expert_budget, session.model.info  # as the chat began
         if settings.budget is not None and (budget is None or kind.n_experts == 0):
             reason = "This chat was started without --expert-budget, or its model has no experts."
             raise InputError(reason, "Start a chat with --expert-budget B.")
         wanted = None if budget is None or settings.budget is None else replace(budget, budget=settings.budget)
-        budget, notes = usable_budget(wanted, kind, gamma=session.gamma, draft=info.draft)
+        budget, more = usable_budget(wanted, kind, gamma=session.gamma, draft=info.draft)
+        notes += more
         # without drafts answers are exact, once what was verified under the budget is out of the KV cache
         if settings.budget != old.budget or (budget is not None and session.gamma == 0):
             session.set_expert_budget(budget)
@@ -235,7 +238,9 @@ class Chat:
         self.say(f"{question} y or n:")
         try:
             return self.read("").strip().lower() in ("y", "yes")
-        except EOFError:
+        except Ended:
+            raise
+        except (EOFError, KeyboardInterrupt):
             return False
 
     def use_model(self, name: str) -> list[str]:

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from moeedge.engine.conversation import read_text
 from moeedge.engine.types import MAX_GAMMA, MAX_N_CTX, SamplingConfig, seed_or_random
 from moeedge.errors import InputError, require
 from moeedge.llama.json_schema import schema_grammar
 from moeedge.llama.reasoning import MODEL_TEMPLATE, TemplateChoice
-from moeedge.paths import user_path
+from moeedge.paths import read_text, user_path
 from moeedge.speculation import check_gamma
 from moeedge.ui.figures import FigureRow
 
