@@ -161,10 +161,11 @@ def replace_file(path: Path) -> Iterator[Path]:
     if path.exists() and not path.is_file():
         yield path
         return
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    target = Path(os.path.realpath(path))  # a link stays
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
         yield temporary
-        os.replace(temporary, path)
+        os.replace(temporary, target)
     except OSError as error:
         if error.filename == str(temporary):
             error.filename = str(path)  # the user knows this name alone

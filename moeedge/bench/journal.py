@@ -22,7 +22,7 @@ from moeedge.bench.config import BenchPlan
 from moeedge.bench.samples import Sample
 from moeedge.errors import InputError
 from moeedge.hardware.provenance import Provenance
-from moeedge.paths import cache_dir
+from moeedge.paths import cache_dir, read_text
 from moeedge.schemas import read_json
 
 SCHEMA = "moeedge-bench-run-1"
@@ -94,11 +94,9 @@ class Journal:
         if name == LAST and not _files():
             raise InputError("There is no interrupted bench to resume.", "Run bench without --resume.")
         path = _files()[-1] if name == LAST else Path(name)
-        try:
-            lines = path.read_text(encoding="utf-8").splitlines()
+        lines, head = read_text(path, _HINT).splitlines(), None
+        with suppress(ValueError):
             head = read_json(lines[0]) if lines else None
-        except (OSError, ValueError) as error:
-            raise InputError(f"Cannot read {path}: {error}.", _HINT) from None
         if not isinstance(head, dict) or head.get("schema") != SCHEMA or "settings" not in head:
             raise InputError(f"{path} is not the file of an interrupted bench.", _HINT)
         differences = ", ".join(_differences(head["settings"], list(settings))[:_MOST_DIFFERENCES])

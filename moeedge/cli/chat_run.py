@@ -75,6 +75,8 @@ def run_chat(options: ChatOptions, begin: LoadReading) -> int:
     goes_on = options.interactive and given is not None
     if options.interactive and not is_terminal(sys.stdin):
         raise InputError("-i needs a terminal, and standard input is not one.", "Leave out -i.")
+    if options.resume is not None and given is None and not is_terminal(sys.stdin):
+        raise InputError("--resume needs a terminal, and standard input is not one.", "Leave out what is piped in.")
     question = None if goes_on else one_shot_prompt(given, sys.stdin, notice=lambda line: say(err, line))
     if question is None and as_json:
         raise InputError("-o json prints a single answer.", "Give -p TEXT or pipe a text in.")

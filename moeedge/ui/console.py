@@ -6,6 +6,7 @@ import errno
 import os
 import select
 import sys
+import tempfile
 import termios
 import time
 from collections.abc import Callable, Iterator
@@ -171,6 +172,11 @@ def check_output(path: Path) -> None:
         reason, hint = f"there is no folder {folder}", "Create it, or choose another path."
     elif not os.access(path if path.exists() else folder, os.W_OK):
         reason = "you have no permission"
+    elif not path.exists():
+        try:
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:  # /proc, a read-only disk
+            reason = error.strerror or str(error)
     if reason:
         raise InputError(f"{path} cannot be written: {reason}.", hint)
 

@@ -58,6 +58,8 @@ REFUSED = {
         "-j '{'": "not JSON",
         "--grammar 'root ::= foo'": "line 1, column 10",
         "--grammar ''": "grammar is empty",
+        "--grammar 'foo ::= \"a\"'": "grammar wrong 'root'",
+        "--grammar 'root ::= root \"a\"'": "grammar wrong recursion",
         "--samplers mirostat": "min_p",
         "--samplers top_k --sampling-seq k": "cannot be used together",
         "--think on": "Leave out --think",
@@ -71,6 +73,7 @@ REFUSED = {
         "--plot /no/such/folder/x.png": "/no/such/folder/x.png cannot written",
         "--trace-out model.gguf": "error: --trace-out cannot write .npz",
         "--trace-out /no/such/trace.npz": "error: trace.npz cannot written folder",
+        "--trace-out /proc/trace.npz": "error: trace.npz cannot written",
         f"-p '{'word ' * 1000}'": "context 512",
     },
     "profile --trace own.npz": {

@@ -101,6 +101,9 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="Cannot write the conversation"):
         talk().save(tmp_path)
     assert list(tmp_path.parent.glob(".*.part")) == []
+    (tmp_path / "link.json").symlink_to("linked.json")
+    talk().save(tmp_path / "link.json")
+    assert (tmp_path / "link.json").is_symlink() and Conversation.load(tmp_path / "linked.json") == talk()
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe")
     with pytest.raises(InputError, match="not UTF-8 text"):
         Conversation.load(tmp_path / "bytes.json")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from moeedge.llama.gguf_file import (
 from moeedge.llama.model import Model
 from moeedge.native.backends import DRY_RUN_GPU
 from moeedge.native.cache import ExpertTensor
+from moeedge.paths import is_bundled
 from tests.conftest import TinyFactory
 from tests.support.cases import MOE_CASES, case_model
 
@@ -31,6 +33,12 @@ _EMPTY_HEADER = b"GGUF" + (3).to_bytes(4, "little") + bytes(16)  # version 3, no
 
 
 def test_unusable_files(tmp_path: Path) -> None:
+    (tmp_path / "loop.gguf").symlink_to("loop.gguf")
+    os.mkfifo(tmp_path / "pipe.gguf")
+    for name, message in (("loop", "no model file"), ("pipe", "no regular file")):
+        assert not is_bundled(tmp_path / f"{name}.gguf")
+        with pytest.raises(ModelFileError, match=message):
+            Model.load(tmp_path / f"{name}.gguf")
     with pytest.raises(ModelFileError, match="is a folder"):
         Model.load(tmp_path)
     path = tmp_path / "model.gguf"
@@ -44,6 +52,10 @@ def test_unusable_files(tmp_path: Path) -> None:
         path.write_bytes(content)
         with pytest.raises(ModelFileError, match=message):
             Model.load(path)
+    path.write_bytes(_EMPTY_HEADER.replace(b"\3", b"\x63", 1))
+    with pytest.raises(ModelFileError, match="version") as caught:
+        gguf_file.read_summary(path)
+    assert "truncated" not in caught.value.hint
 
 
 def test_truncated_files(tiny_moe: Path, tmp_path: Path) -> None:

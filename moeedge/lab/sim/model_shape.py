@@ -31,6 +31,7 @@ from moeedge.errors import InputError, require
 from moeedge.llama import gguf_file
 from moeedge.llama.gguf_file import expert_tensors
 from moeedge.llama.library import ggml_function
+from moeedge.paths import read_text
 
 Side = Literal["fast", "chosen", "slow"]
 SIDES: tuple[Side, ...] = ("fast", "chosen", "slow")
@@ -195,9 +196,7 @@ def pick(entry: dict[str, Any], side: Side) -> dict[str, Any]:
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a user's file. Raises InputError for anything else."""
     try:
-        loaded = schemas.read_json(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"Cannot read {path}: {error.strerror or 'read error'}.", "Check the path.") from None
+        loaded = schemas.read_json(read_text(path, "Check the path."))
     except ValueError:
         raise InputError(f"{path} is not JSON.", "See docs/lab/simulation.md for the format.") from None
     if not isinstance(loaded, dict):
