@@ -92,7 +92,7 @@ def test_beyond_ram_has_the_rounds_under_recorded_routing() -> None:
     assert "{:.2f} and {:.2f} times |".format(*before) in text and "{:.2f}, {:.2f}.".format(*before) in _README
 
 
-@pytest.mark.parametrize("name", ["greedy-soak", "greedy-soak-rpc"])
+@pytest.mark.parametrize("name", ["greedy-soak", "greedy-soak-avx2", "greedy-soak-rpc"])
 def test_the_log_has_the_sums_of_the_greedy_soaks(name: str) -> None:
     with gzip.open(_RECORDS / f"{name}.jsonl.gz", "rt", encoding="utf-8") as file:
         _, *lines = map(json.loads, file)
