@@ -64,7 +64,7 @@ def own_catalog_file() -> Path | None:
     """Returns the user's catalog: $MOEEDGE_CATALOG, else ~/.config/moeedge/catalog.toml if it exists, else None."""
     named = os.environ.get("MOEEDGE_CATALOG")
     if named:
-        return Path(named).expanduser()
+        return user_path(named)
     path = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "moeedge" / "catalog.toml"
     return path if path.is_file() else None
 

@@ -71,3 +71,13 @@ def format_weights(n: int) -> str:
 def format_count(n: int) -> str:
     """A number of parameters as llama.cpp writes it: "42.51 M", "30.53 B"."""
     return _in_units(n, ".2f", {"B": 1e9, "M": 1e6, "K": 1e3}) or str(n)
+
+
+# control characters (C0 without tab and newline, DEL, C1) as visible pictures: files do not drive the terminal
+_VISIBLE = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\t\n"} | {0x7F: 0x2421}
+_VISIBLE |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
+
+
+def visible(text: str) -> str:
+    """`text` with control characters replaced by pictures of them, tabs and newlines kept."""
+    return text.translate(_VISIBLE)

@@ -59,8 +59,8 @@ def average_predictor(beta: float, threshold: float) -> Predictor:
 
 
 def utility_config(gamma: int, boundaries: utility.Boundaries) -> utility.UtilityConfig:
-    """Algorithm 1 for verifications of gamma drafts: K = 4, but at most gamma."""
-    return utility.UtilityConfig(gamma=gamma, cap=min(4, max(gamma, 1)), boundaries=boundaries)
+    """Algorithm 1 for verifications of gamma drafts: K = 4, but at most gamma; boundaries begin at 1 at least."""
+    return utility.UtilityConfig(gamma=max(gamma, 2), cap=min(4, max(gamma, 1)), boundaries=boundaries)
 
 
 def speculative_predictors(gamma: int) -> dict[str, Predictor]:

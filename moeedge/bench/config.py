@@ -101,7 +101,8 @@ def applicable_modes(modes: Sequence[BenchMode], *, has_draft: bool) -> tuple[tu
             notes.append(f"{mode.name} is left out: without a draft it is the same as {plain[mode.name]}.")
         elif mode.name == "moeedge":
             notes.append("moeedge runs without a draft.")
-    return tuple(mode if mode.source else replace(mode, drafts=False) for mode in kept), notes
+    made = [mode if mode.source else replace(mode, drafts=False, gamma=None, p_min=None) for mode in kept]
+    return tuple(dict.fromkeys(made)), list(dict.fromkeys(notes))
 
 
 def mode_config(base: EngineConfig, mode: BenchMode) -> EngineConfig:
@@ -162,7 +163,7 @@ class Sweep:
             hint = "With --parallel choose from stock-ar, stock-sd, moeedge and moeedge-ar."
             raise InputError(f"The mode {alone.label} decodes one text at a time.", hint)
         together = [replace(mode, n_parallel=count, has_own_cache=True) for count in self.counts for mode in swept]
-        return tuple(together or swept)
+        return tuple(dict.fromkeys(together or swept))
 
     def _caches(self, mode: BenchMode) -> list[BenchMode]:
         if mode.engine == "stock" and mode.method != "ncmoe":

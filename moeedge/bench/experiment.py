@@ -187,7 +187,7 @@ class Work(ABC):
                 if self.run.cancelled():  # it may be cut short: no sample
                     return
                 if sample is not None and sample.repetition >= 0:  # below 0: it warms up
-                    is_warm = self.warms_up or sample.repetition > repetitions[0]
+                    is_warm = self.warms_up or sample.repetition > min(repetition for repetition, _ in left)
                     self.measured.append(replace(sample, order=first_place + place, warm=is_warm))
                     yield self.measured[-1]
 
@@ -358,8 +358,9 @@ class SyntheticWork(Work):
         """Empties the KV cache and fills it to the test's depth."""
         arm.session.reset()
         arm.session.follow(None, repetition)
-        if self.delay_s and not self.run.cancelled():
-            time.sleep(self.delay_s)
+        end_s = time.monotonic() + self.delay_s
+        while not self.run.cancelled() and (left_s := end_s - time.monotonic()) > 0:
+            time.sleep(min(left_s, 0.1))
         if self.test.depth and not self.run.cancelled():
             _decode(arm, self._tokens(arm, self.test.depth))
             arm.drain_transfers()

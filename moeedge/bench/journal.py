@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from fcntl import LOCK_EX, LOCK_NB, flock
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ def settings_of(plan: BenchPlan, environment: Provenance) -> Settings:
     files = [path for path in (plan.base.model, plan.base.draft) if isinstance(path, Path)]
     del values["model"]
     values |= {
-        "files": [[path.name, path.stat().st_size] for path in files],
+        "files": [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files],
         "draft": None if plan.base.draft is None else Path(plan.base.draft).name,
         "modes": [mode.label for mode in plan.modes],
         "tests": [*(test.name for test in plan.tests), *(test.name for test in plan.scripted)],
@@ -56,7 +57,7 @@ def settings_of(plan: BenchPlan, environment: Provenance) -> Settings:
         "text": plan.text and plan.text.sha256,
     }
     of_plan = ("n_predict", "repetitions", "ignore_eos", "score", "run_code", "warm_up", "delay_s")
-    of_machine = ("version", "commit", "llama_cpp_version", "cpu", "os", "trace_sha256")
+    of_machine = ("version", "commit", "llama_cpp_version", "cpu", "os", "trace_sha256", "model_header_sha256")
     values |= {name: getattr(plan, name) for name in of_plan}
     values |= {name: getattr(environment, name) for name in of_machine}
     return json.loads(json.dumps(values, default=str))  # type: ignore[no-any-return]
@@ -69,15 +70,17 @@ class Journal:
         """path: None where no file can be written. done: samples that are in the file."""
         self.path, self._settings, self._done = path, list(settings), list(done)
         self._file: TextIOWrapper | None = None
-        self._has_samples = bool(done)
+        self.has_samples = bool(done)
 
     @classmethod
     def begin(cls, settings: Sequence[Settings]) -> Journal:
         """Returns the journal of a new run in the cache folder, without a file where there is no room for one."""
         try:
             folder().mkdir(parents=True, exist_ok=True)
-            for old in _files()[: -_MOST_FILES + 1]:
-                old.unlink()
+            for old in _files()[:-_MOST_FILES]:
+                with suppress(BlockingIOError), old.open("ab") as file:
+                    flock(file, LOCK_EX | LOCK_NB)  # not that of a run in another process
+                    old.unlink()
             has_room = shutil.disk_usage(folder()).free >= _LEAST_FREE_BYTES
         except OSError:
             has_room = False
@@ -93,7 +96,10 @@ class Journal:
         """
         if name == LAST and not _files():
             raise InputError("There is no interrupted bench to resume.", "Run bench without --resume.")
-        path = _files()[-1] if name == LAST else Path(name)
+        path = Path(name)
+        if name == LAST:  # of this command: lab rivals keeps its files there, too
+            alike = (file for file in reversed(_files()) if _settings_in(file)[0].keys() == settings[0].keys())
+            path = next(alike, _files()[-1])
         lines, head = read_text(path, _HINT).splitlines(), None
         with suppress(ValueError):
             head = read_json(lines[0]) if lines else None
@@ -113,13 +119,17 @@ class Journal:
         return cls(path, settings, list(done.values()))
 
     def __enter__(self) -> Journal:
-        if self.path is not None:
+        if (path := self.path) is not None:
             try:
-                self._file = self.path.open("a", encoding="utf-8")
+                self._file = path.open("a", encoding="utf-8")
+                flock(self._file, LOCK_EX | LOCK_NB)
                 if self._file.tell() == 0:
                     self._write({"schema": SCHEMA, "settings": self._settings})
                 else:
                     self._file.write("\n")  # after a line that an abort cut
+            except BlockingIOError:
+                self._give_up()
+                raise InputError(f"{path} belongs to a bench that is running.", "Wait for its end.") from None
             except OSError:
                 self._give_up()
         return self
@@ -127,7 +137,7 @@ class Journal:
     def __exit__(self, *error: object) -> None:
         if self._file is not None:
             self._file.close()
-        if not self._has_samples:  # an error, or Ctrl-C, before the first one: there is nothing to go on from
+        if not self.has_samples:  # an error, or Ctrl-C, before the first one: there is nothing to go on from
             self.drop()
             self.path = None
 
@@ -145,7 +155,7 @@ class Journal:
         """Writes a sample. A full disk ends the writing, not the run."""
         if self._file is not None:
             part, pass_index, test = place
-            self._has_samples = True
+            self.has_samples = True
             try:
                 self._write({"part": part, "pass": pass_index, "test": test, "sample": asdict(sample)})
             except OSError:
@@ -167,6 +177,15 @@ class Journal:
         assert self._file is not None
         self._file.write(json.dumps(entry) + "\n")
         self._file.flush()
+
+
+def _settings_in(path: Path) -> list[Settings]:
+    """The settings in the head of a file, of each part; one part without any where it cannot be read."""
+    with suppress(OSError, ValueError, KeyError, TypeError), path.open(encoding="utf-8") as file:
+        found = read_json(file.readline())["settings"]
+        if found and all(isinstance(part, dict) for part in found):
+            return list(found)
+    return [{}]
 
 
 def _files() -> list[Path]:

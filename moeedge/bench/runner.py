@@ -193,8 +193,10 @@ class Bench:
                         session = current.arms[0].session  # while no mode runs
                         self._roofline = measure_roofline(session.model, session.info.n_threads)
                     self._measure_hooks(current.arms)
-                    self._measure(current, index)
-                current.is_measured = True
+                    try:
+                        self._measure(current, index)
+                    finally:  # after an error the rows hold what every mode had done
+                        current.is_measured = any(work.measured for work in current.works)
         finally:
             self._load = LoadReading.now().others_since(begin)
         return not self._run.cancelled()

@@ -37,7 +37,7 @@ from moeedge.data.datasets import TOY, load_datasets, load_text
 from moeedge.data.prompts import Dataset
 from moeedge.engine.loading import resolve_device
 from moeedge.engine.types import EngineConfig
-from moeedge.errors import InputError
+from moeedge.errors import InputError, MoeedgeError
 from moeedge.hardware.provenance import read_provenance
 from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.run import Run
@@ -288,6 +288,10 @@ def measure(
                         rows += bench.rows()
                 if not finished:
                     break
+        except MoeedgeError:
+            if journal.has_samples:
+                progress.note(f"An error ended the bench.{_going_on(journal)}")
+            raise
         finally:  # the measured rows come out, whatever happens
             for line in difference_lines(rows):
                 progress.note(line)
@@ -304,11 +308,14 @@ def measure(
     for line in quiet_lines(rows):
         progress.note(line)
     if not finished:
-        where = "" if journal.path is None else f" Go on with the same command and --resume {journal.path}"
-        progress.note(f"Interrupted: the rows hold what every mode had done.{where}")
+        progress.note(f"Interrupted: the rows hold what every mode had done.{_going_on(journal)}")
         return interrupt.exit_code
     journal.drop()
     return exit_code(rows)
+
+
+def _going_on(journal: Journal) -> str:
+    return "" if journal.path is None else f" Go on with the same command and --resume {journal.path}"
 
 
 def exit_code(rows: Sequence[BenchRow]) -> int:

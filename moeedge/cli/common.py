@@ -19,7 +19,7 @@ from moeedge.cli.declare import Output
 from moeedge.errors import InputError, MoeedgeError
 from moeedge.paths import DISK_FULL_ERRORS, read_text
 from moeedge.ui.chat.interrupt import Ended, is_sent_later
-from moeedge.units import parse_gpu_size, parse_size
+from moeedge.units import parse_gpu_size, parse_size, visible
 
 EXIT_FAILURE = 1
 EXIT_BAD_INPUT = 2
@@ -69,8 +69,6 @@ def print_error(message: str, hint: str = "") -> None:
     What a file contributes is shown as the terminal's text, and what is longer than a page in part.
     """
     from rich.console import Console
-
-    from moeedge.ui.console import visible
 
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
     console.print("error: ", style="bold red", end="")

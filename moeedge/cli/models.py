@@ -20,7 +20,7 @@ from moeedge.hub.local import list_models as find_models
 from moeedge.hub.remote import refresh, want_pair
 from moeedge.run import Run
 from moeedge.ui.tables import records_json
-from moeedge.units import format_bytes
+from moeedge.units import format_bytes, visible
 
 
 def _name(metavar: str, help: str, **settings: Any) -> Any:
@@ -152,14 +152,14 @@ def rm(name: Removed, yes: bool = False) -> None:
     """
     removal = plan_removal(load_catalog(), name)
     for path in removal.links or removal.blobs:
-        typer.echo(str(path), err=True)
-    size = format_bytes(removal.size_bytes)
+        typer.echo(visible(str(path)), err=True)
+    name, size = visible(removal.name), format_bytes(removal.size_bytes)
     if not yes:
         if not sys.stdin.isatty():
-            raise InputError(f"Removing {removal.name} ({size}) needs a confirmation.", "Add --yes to the command.")
-        typer.echo(f"Remove {removal.name}, {size}? [y/N] ", nl=False, err=True)
+            raise InputError(f"Removing {name} ({size}) needs a confirmation.", "Add --yes to the command.")
+        typer.echo(f"Remove {name}, {size}? [y/N] ", nl=False, err=True)
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
             typer.echo("Nothing was removed.", err=True)
             return
     remove(removal)
-    typer.echo(f"Removed {removal.name}, which frees {size}.", err=True)
+    typer.echo(f"Removed {name}, which frees {size}.", err=True)

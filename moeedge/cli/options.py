@@ -20,6 +20,7 @@ from moeedge.cli.foreign import SWITCH
 from moeedge.errors import InputError
 from moeedge.llama.settings import KV_TYPES, LoraAdapter, TensorOverride
 from moeedge.policies.registry import POLICIES
+from moeedge.units import visible
 
 __all__ = ["OPTIONS", "Output", "declare", "flatten", "output_parser"]
 
@@ -72,7 +73,6 @@ class _VisibleFormatter(logging.Formatter):
     """Shows the control characters of what a model file says."""
 
     def format(self, record: logging.LogRecord) -> str:
-        from moeedge.ui.console import visible
 
         return visible(super().format(record))
 

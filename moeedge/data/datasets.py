@@ -124,7 +124,7 @@ def load_dataset(name: str, *, offline_sample: bool = False) -> Dataset:
     if name.lower() in CATALOG:
         return _load_entry(CATALOG[name.lower()], offline_sample)
     if name.endswith(_FILE_SUFFIXES):
-        path = Path(name).expanduser()
+        path = paths.user_path(name)
         stem = path.name.split(".jsonl")[0].removesuffix(".json").removesuffix(".csv").removesuffix(".parquet")
         return _read(stem, path, parsers.parse_custom, "file", "the user's own file")
     names = ", ".join((*CATALOG, SAMPLE, TOY))
@@ -137,11 +137,14 @@ def load_datasets(names: str, *, offline_sample: bool = False) -> Dataset:
     Raises what `load_dataset` raises, and DatasetError for an empty list or a set that is named twice.
     """
     listed = [name.strip() for name in names.split(",") if name.strip()]
-    if not listed or len(set(listed)) < len(listed):
+    if not listed or len({name.lower() if name.lower() in CATALOG else name for name in listed}) < len(listed):
         raise DatasetError(f'"{names}" is not a list of different datasets.', "Separate names by commas.")
     sets = [load_dataset(name, offline_sample=offline_sample) for name in listed]
-    if len({dataset.name for dataset in sets}) < len(sets):  # two absent sets are parts of one sample, of one name
+    repeated = [name for name, n in Counter(dataset.name for dataset in sets).items() if n > 1]
+    if SAMPLE in repeated:  # two absent sets are parts of one sample
         raise DatasetError("Several of the datasets are not on this machine.", "Leave out --offline-sample.")
+    if repeated:
+        raise DatasetError(f"Two of the datasets are named {repeated[0]}.", "Rename a file.")
     return join_datasets(sets)
 
 
@@ -173,7 +176,7 @@ def load_text(name: str) -> EvaluationText:
 
     The toy text is `python -m models.toy --text`. Raises DatasetError for an absent, empty or unreadable file.
     """
-    path = Path(name).expanduser()
+    path = paths.user_path(name)
     return _read_text(TOY, _FOLDER / "toy.txt") if name == TOY else _read_text(path.name, path)
 
 
@@ -231,10 +234,13 @@ def _load_entry(entry: DatasetEntry, offline_sample: bool) -> Dataset:
 
 def _read(name: str, path: Path, parse: parsers.Parser, place: Place, variant: str, **facts: Any) -> Dataset:
     prompts = [parse(row) for row in parsers.read_rows(path)]
-    n_seen: Counter[str] = Counter()
+    given, taken = {prompt.id for prompt in prompts}, set[str]()
     for index, prompt in enumerate(prompts):  # ids must be unique: answers refer to prompts by id
-        n_seen[prompt.id] += 1
-        if n_seen[prompt.id] > 1:
-            prompts[index] = replace(prompt, id=f"{prompt.id}#{n_seen[prompt.id]}")
+        new, n = prompt.id, 1
+        while new in taken or (n > 1 and new in given):
+            n += 1
+            new = f"{prompt.id}#{n}"
+        taken.add(new)
+        prompts[index] = replace(prompt, id=new)
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     return Dataset(name, tuple(prompts), place, path, digest, variant, **facts)

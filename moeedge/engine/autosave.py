@@ -180,7 +180,7 @@ def remove(chat: UnfinishedChat) -> None:
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Holds the lock of a file. Raises OSError where its process lives, or where it is gone."""
-    file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not path.exists():  # removed by the process that held the lock

@@ -304,7 +304,7 @@ class _Reader:
         quant = table.get("quant") or "default"
         if table.get("path"):
             self.require(not {"repo", "files"} & table.keys(), f"{where} has a path and a repo: give one of them")
-            return Variant(quant, local=(self._path.parent / Path(table["path"]).expanduser()).absolute())
+            return Variant(quant, local=(self._path.parent / paths.user_path(table["path"])).absolute())
         names = table.get("files", [])
         sizes = table.get("size_bytes", [None] * len(names))
         hashes = table.get("sha256") or [None] * len(names)
@@ -326,7 +326,7 @@ PREFIX = "hf:"
 _PREFIXES = (PREFIX, "https://huggingface.co/", "https://hf.co/", "huggingface.co/", "hf.co/")
 _FORM = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(?:@(?P<revision>[\w./-]+))?(?::(?P<what>[^:]+))?")
 _PAGE = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)/(?:blob|resolve)/(?P<revision>[^/]+)/(?P<file>[^?]+\.gguf)(?:\?.*)?")
-_PART = re.compile(r"(?P<stem>.*)-(?P<part>\d{5})-of-(?P<parts>\d{5})\.gguf$")
+_PART = re.compile(r"(?P<stem>.*)-(?P<part>\d{5})-of-(?P<parts>\d{5})(?P<suffix>(?i:\.gguf))$")
 _DEFAULT_QUANTS = ("Q4_K_M", "Q4_0", "MXFP4", "Q8_0")  # in this order where the user names none, as in llama.cpp
 _OTHER_GGUF = ("mmproj", "imatrix")  # GGUF files that are no models
 _MAX_OFFERS = 12
@@ -374,16 +374,23 @@ def parse_reference(text: str) -> HubReference | None:
 
 def all_parts(file: str) -> list[str]:
     """Returns the names of all parts of a split model, given any part; [file] for a single file."""
-    match = _PART.match(file)
+    match = _part(file)
     if match is None:
         return [file]
-    return [f"{match['stem']}-{i:05d}-of-{match['parts']}.gguf" for i in range(1, int(match["parts"]) + 1)]
+    numbers = range(1, int(match["parts"]) + 1)
+    return [f"{match['stem']}-{i:05d}-of-{match['parts']}{match['suffix']}" for i in numbers]
 
 
 def is_first_part(file: str) -> bool:
     """Whether a model is opened by this file: a single file, or the first part of a split one."""
-    match = _PART.match(file)
+    match = _part(file)
     return match is None or int(match["part"]) == 1
+
+
+def _part(file: str) -> re.Match[str] | None:
+    """The numbers in the name of a part; None for a single file, also where its numbers are no part's."""
+    match = _PART.match(file)
+    return match if match is not None and 1 <= int(match["part"]) <= int(match["parts"]) else None
 
 
 def has_quant(file: str, quant: str) -> bool:

@@ -38,7 +38,7 @@ from moeedge.hub.catalog import (
     is_first_part,
     load_catalog,
 )
-from moeedge.paths import children, text_of
+from moeedge.paths import children, text_of, user_path
 from moeedge.records import filled
 from moeedge.units import format_bytes
 
@@ -61,7 +61,7 @@ def hub_cache() -> Path:
     """Returns the cache's folder: the environment variables that huggingface_hub reads, in its order, at call time."""
     named = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
     home = os.environ.get("HF_HOME") or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
-    return Path(os.path.expandvars(named or f"{home}/hub")).expanduser()
+    return user_path(os.path.expandvars(named or f"{home}/hub"))
 
 
 def repo_folder(repo: str) -> Path:
@@ -96,9 +96,9 @@ def find_variant(variant: Variant) -> Path | None:
 
 
 def find_reference(reference: HubReference) -> list[CachedModel]:
-    """Returns the cached models that `reference` may mean, those of its revision first."""
+    """Returns the cached models that `reference` may mean: of its revision alone, where it names another than main."""
     models: dict[str, CachedModel] = {}
-    for folder in snapshots(reference.repo, reference.revision):
+    for folder in _folders_of(reference):
         for model in _models_in(reference.repo, folder):
             first = model.files[0]
             if first == all_parts(reference.file)[0] if reference.file else has_quant(first, reference.quant):
@@ -129,13 +129,19 @@ def unfinished_downloads() -> Iterator[tuple[str, Path]]:
                 yield repo, blob
 
 
-def snapshots(repo: str, revision: str = "main") -> list[Path]:
-    """Returns the snapshots of a repository: of `revision`, of main, then the others, newest first."""
+def snapshots(repo: str, revision: str = "main", *, only: bool = False) -> list[Path]:
+    """Returns the snapshots of a repository: of `revision`, and unless `only`, of main, then others, newest first."""
     refs, folder = (repo_folder(repo) / name for name in ("refs", "snapshots"))
-    commits = {name: re.findall(r"\A[0-9a-f]+\Z", text_of(refs / name)) for name in (revision, "main")}
+    names = (revision,) if only else (revision, "main")
+    commits = {name: re.findall(r"\A[0-9a-f]+\Z", text_of(refs / name)) for name in names}
     ordered = [folder / each for name, commit in commits.items() for each in (name, *commit)]
-    ordered += sorted(children(folder), key=lambda path: path.stat().st_mtime, reverse=True)
+    others = [] if only else [path for path in children(folder) if path.is_dir()]
+    ordered += sorted(others, key=lambda path: path.stat().st_mtime, reverse=True)
     return [path for path in dict.fromkeys(ordered) if path.is_dir()]
+
+
+def _folders_of(reference: HubReference) -> list[Path]:
+    return snapshots(reference.repo, reference.revision, only=reference.revision != "main")
 
 
 def _repos() -> Iterator[tuple[str, Path]]:
@@ -146,7 +152,7 @@ def _repos() -> Iterator[tuple[str, Path]]:
 
 
 def _models_in(repo: str, snapshot: Path) -> Iterator[CachedModel]:
-    for path in sorted(snapshot.rglob("*.gguf")):
+    for path in sorted(path for path in snapshot.rglob("*") if path.suffix.lower() == ".gguf"):
         name = path.relative_to(snapshot).as_posix()
         if not is_first_part(name):
             continue
@@ -319,19 +325,22 @@ def plan_removal(catalog: Catalog, name: str) -> Removal:
         if variant.local is not None:
             why = f"{label} is a file of your own catalog, which moeedge does not delete."
             raise InputError(why, f"Delete {variant.local} and its entry in the catalog.")
-        repo, files = variant.repo, [file.path for file in variant.files]
+        repo, files, folders = variant.repo, [file.path for file in variant.files], snapshots(variant.repo)
         unfinished = [blob_file(repo, file.sha256, INCOMPLETE) for file in variant.files if file.sha256]
     else:
-        repo, label = choice.repo, str(choice)
+        repo, label, folders = choice.repo, str(choice), _folders_of(choice)
         files = [file for model in find_reference(choice) for file in model.files]
         is_entire_repo = not choice.file and not choice.quant
         unfinished = [blob for owner, blob in unfinished_downloads() if is_entire_repo and owner == repo]
-    links = [link for folder in snapshots(repo) for file in files if (link := folder / file).exists()]
+    links = [link for folder in folders for file in files if (link := folder / file).exists()]
     blobs = {link.resolve() for link in links} | {blob for blob in unfinished if blob.is_file()}
     others = {path for folder in snapshots(repo) for path in folder.rglob("*") if path.is_symlink()} - set(links)
     removable = list(blobs - {path.resolve() for path in others})  # no other file is a link to these
     if not links and not removable:
-        raise ModelNameError(f"{label} is not on this machine.", "moeedge list shows those that are.")
+        hint = "moeedge list shows those that are."
+        if any(owner == repo for owner, _ in unfinished_downloads()):
+            hint = f"moeedge rm hf:{repo} removes the unfinished downloads of its repository."
+        raise ModelNameError(f"{label} is not on this machine.", hint)
     return Removal(label, tuple(links), tuple(removable), sum(size_of(blob) for blob in removable))
 
 

@@ -14,9 +14,9 @@ from moeedge.lab.sim.curves import PAIR_BOUNDS
 from moeedge.lab.sim.execution import CAUSES
 from moeedge.lab.sim.simulate import STOCK_POLICY
 from moeedge.policies.registry import BOUNDS, TABLE
-from moeedge.ui.console import visible
 from moeedge.ui.plots import Line, Plot, save_plots
 from moeedge.ui.tables import Column, json_text, print_table, text_column, value_columns
+from moeedge.units import visible
 
 if TYPE_CHECKING:
     from moeedge.lab.sim.curves import AtMost, CurvePanel, CurvePoint

@@ -224,19 +224,24 @@ class Planner(Closing):
     def largest_n_ctx(self, ratio: float = 0.0, *, from_disk: bool = False) -> int:
         """Returns the largest context up to the trained one with at least that ratio of a cache; 0 if none fits.
 
-        from_disk: accept a model larger than the memory. A cache that can be on must be on.
+        from_disk: accept a model larger than the memory. A cache that can be on with any context must be on.
         """
-        trained = self.facts.n_ctx_train
-        if self._is_acceptable(trained, ratio, from_disk):
+        found = self._largest(ratio, from_disk, needs_cache=True)
+        return found if found or ratio > 0 else self._largest(ratio, from_disk, needs_cache=False)
+
+    def _largest(self, ratio: float, from_disk: bool, *, needs_cache: bool) -> int:
+        trained, rest = self.facts.n_ctx_train, (ratio, from_disk, needs_cache)
+        if self._is_acceptable(trained, *rest):
             return trained
         steps = range(N_CTX_STEP, trained, N_CTX_STEP)
-        return N_CTX_STEP * bisect(steps, False, key=lambda n_ctx: not self._is_acceptable(n_ctx, ratio, from_disk))
+        return N_CTX_STEP * bisect(steps, False, key=lambda n_ctx: not self._is_acceptable(n_ctx, *rest))
 
-    def _is_acceptable(self, n_ctx: int, ratio: float, from_disk: bool) -> bool:
+    def _is_acceptable(self, n_ctx: int, ratio: float, from_disk: bool, needs_cache: bool) -> bool:
         planned = self.map(n_ctx)
         if planned.verdict == "does not fit" or (planned.verdict == "from disk" and not from_disk):
             return False
-        if self.machine.device.kind == "none" or not self._experts or self.config.placement.cache_ratio == 0:
+        has_none = self.machine.device.kind == "none" or not self._experts or self.config.placement.cache_ratio == 0
+        if has_none or not needs_cache:
             return True
         return planned.whole_on_gpu or (planned.budget.n_slots > 0 and planned.cache_ratio >= ratio)
 

@@ -146,6 +146,7 @@ class ExpectedWorkload:
         self._layer_rest_s = gamma * cost_model.draft_token_s / shape.n_layers + cost_model.layer_rest_s
         self.is_stable = False  # the last solution was tau = 1 for every layer, clearly
         self._ones: FloatArray = np.ones(shape.n_layers, dtype=np.float32)
+        self._has_experts = shape.group >= 0  # other layers have no pairs
 
     def solve(self, score: FloatArray, utility: FloatArray, all_pairs: float) -> tuple[FloatArray, int | None]:
         """tau [n_layers], and the number of uploads that fit the time of a step (None: unlimited).
@@ -160,15 +161,16 @@ class ExpectedWorkload:
         pairs, distinct = _sums(layers, hot_score, self._n_layers)
         (cpu_fixed_s, cpu_pair_s), (device_fixed_s, device_pair_s) = self._cpu_s, self._device_s
         # below tau = 1 hardly any expert is expected twice: a pair is an expert
-        cpu_s = (cpu_fixed_s + cpu_pair_s) * (all_pairs - pairs)
+        cpu_s = (cpu_fixed_s + cpu_pair_s) * (all_pairs * self._has_experts - pairs)
         device_s = device_fixed_s * distinct + device_pair_s * pairs
         max_uploads = None
         if self._transfer_s > 0:
             step_s = float(np.maximum(cpu_s, device_s).sum()) + self._n_layers * self._layer_rest_s
             max_uploads = max(int(step_s / self._transfer_s), 1)
         # the usual case: at tau = 1 the CPU is already the slower side, and every higher tau gives it more work
-        self.is_stable = float((cpu_s - _CLEARLY * device_s).min()) > 0.0
-        if self.is_stable or (cpu_s > device_s).all():
+        margin_s = cpu_s - _CLEARLY * device_s
+        self.is_stable = float(margin_s.min(initial=np.inf, where=self._has_experts)) > 0.0
+        if self.is_stable or (cpu_s > device_s).all(where=self._has_experts):
             return self._ones, max_uploads
         level = flat_utility.take(hot).astype(np.intp)
         bins = layers * self._cap + (self._cap - level)  # by layer, then level, K first
@@ -198,5 +200,7 @@ def _affine(curve_s: NDArray[Any]) -> tuple[float, float]:
     if tokens.size == 1:
         return float(times[0]), 0.0
     slope = float(np.polyfit(tokens, times, 1)[0])
-    slope = min(max(slope, 0.0), float(times.sum() / tokens.sum()))
+    if slope * tokens.mean() > times.mean():  # the best line would begin below 0: the best through 0
+        return 0.0, float((times * tokens).sum() / np.square(tokens).sum())
+    slope = max(slope, 0.0)
     return float((times - slope * tokens).mean()), slope

@@ -6,7 +6,6 @@ ROUGE-1.5.5 that papers on summaries cite.
 
 from __future__ import annotations
 
-import math
 import re
 import textwrap
 import warnings
@@ -17,7 +16,7 @@ from functools import lru_cache
 from itertools import chain
 from typing import Any, Literal, get_args
 
-from moeedge.errors import DatasetError, InputError, require
+from moeedge.errors import DatasetError, InputError, SandboxError, require
 from moeedge.scoring.sandbox import run_python
 
 _FENCE = re.compile(r"^[ \t]*(?:```|~~~)[^\n]*\n(.*?)(?:^[ \t]*(?:```|~~~)[ \t]*$|\Z)", re.DOTALL | re.MULTILINE)
@@ -103,9 +102,9 @@ LETTERS = "ABCDEFGHIJ"  # MMLU-Pro has up to ten options
 _DIGITS = re.compile(
     r"(?:(?<![\w.,)\]])(?P<sign>[-\N{MINUS SIGN}]))?"
     r"(?:[$\N{EURO SIGN}\N{POUND SIGN}]\s?(?P<inner>-)?)?"
-    r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
+    r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]{1,3}(?!\w))?|\.[0-9]+)"
 )
-_BOXED = re.compile(r"\\boxed\s*\{([^{}]*)\}")
+_BOXED = re.compile(r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
 
 _CHOSEN = re.compile(
     r"\b(?i:answer|choice|option)\b(?i:\s+(?:choice|option|letter))?"
@@ -161,7 +160,7 @@ class Reference:
             require(are_letters, f'"expect" must hold letters from A to J, not {self.expect}')
         for limit in (self.max_chars, self.max_words):
             require(limit is None or limit >= 1, f"a limit must be at least 1, not {limit}")
-        require(0 < self.timeout_s < math.inf, f"timeout_s must be positive and finite, not {self.timeout_s}")
+        require(0.1 <= self.timeout_s <= 3600, f"timeout_s must be from 0.1 to 3600, not {self.timeout_s:g}")
 
     @classmethod
     def from_row(cls, row: object, where: str) -> Reference:
@@ -190,7 +189,7 @@ def score_answer(reference: Reference, answer: str, *, run_code: bool = False) -
     """Scores `answer` against `reference`; runs programs only with `run_code`.
 
     ROUGE-L is the F1 of the longest common subsequence of stemmed words, 0 to 1, with the best reference. Raises
-    InputError if rouge-score is missing, SandboxError if the sandbox cannot be started.
+    InputError if rouge-score is missing.
     """
     if beyond := _beyond_limits(reference, answer):
         return Score(0.0, beyond)
@@ -198,7 +197,10 @@ def score_answer(reference: Reference, answer: str, *, run_code: bool = False) -
         if not run_code:
             return Score(None, NOT_RUN)
         program = program_of(answer, reference.tests, head=reference.head)
-        result = run_python(program, timeout_s=reference.timeout_s)
+        try:
+            result = run_python(program, timeout_s=reference.timeout_s)
+        except SandboxError as error:  # what is measured is not lost
+            return Score(None, error.message)
         return Score(float(result.passed), result.reason)
     if reference.scorer == "rouge-l":
         rouge = rouge_scorer()

@@ -111,6 +111,7 @@ _CHILD = Path(__file__).with_name("sandbox_child.py")
 _REPORT_BYTES = 4096
 # processor time decides, so that a busy machine changes no result; wall time only ends programs that sleep
 _CLOCK_PER_CPU_S = 4.0
+_LEAST_CLOCK_S = 5.0  # a busy machine takes so long to start a process
 _POLL_S, _TRIAL_S = 0.005, 10.0
 _UNKNOWN_CALL = -1
 _BY_SIGNAL = 128  # bubblewrap's exit code for a program that a signal ended is this plus the signal
@@ -129,14 +130,15 @@ def run_python(source: str, *, timeout_s: float = 5.0, memory_bytes: int = 512 *
     """Runs `source` as a program; it passes if it reaches its last line without an error.
 
     Leaving early, also by os._exit(0) or sys.exit, does not pass. timeout_s: processor time, rounded up to whole
-    seconds; wall time is limited to four times as much. Raises SandboxError if the process cannot start or be isolated.
+    seconds; wall time is limited to four times as much, at least 5 s. Raises SandboxError if the process cannot start
+    or be isolated.
     """
     token = secrets.token_hex(16).encode()
     cpu_s = max(1, math.ceil(timeout_s))
     command = [sys.executable, "-S", "-s", "-B", "-c", _CHILD.read_text(encoding="utf-8")]
     command += [str(cpu_s), str(memory_bytes), syscall_filter().hex()]
     bubblewrap = _find_bubblewrap()
-    deadline_s = time.monotonic() + _CLOCK_PER_CPU_S * timeout_s
+    deadline_s = time.monotonic() + _clock_s(timeout_s)
     try:
         with tempfile.TemporaryDirectory(prefix="moeedge-run-") as folder, _started(command, folder) as process:
             assert process.stdin is not None and process.stdout is not None
@@ -153,6 +155,10 @@ def run_python(source: str, *, timeout_s: float = 5.0, memory_bytes: int = 512 *
         exit_code = _BY_SIGNAL - exit_code
     guarded: Protection = "kernel filter and bubblewrap" if bubblewrap else "kernel filter"
     return _judge(report, token, exit_code, in_time, timeout_s, guarded)
+
+
+def _clock_s(timeout_s: float) -> float:
+    return max(_CLOCK_PER_CPU_S * timeout_s, _LEAST_CLOCK_S)
 
 
 @contextmanager
@@ -212,7 +218,7 @@ def _judge(
     if before or not parts or parts[0][:1] not in (b"K", b"N"):
         failed = "The process for a program's tests did not start"
         if not in_time:
-            raise SandboxError(f"{failed} within {_CLOCK_PER_CPU_S * timeout_s:g} s.")
+            raise SandboxError(f"{failed} within {_clock_s(timeout_s):g} s.")
         hint = "Give it more memory, or check that this Python runs with -S."
         raise SandboxError(f"{failed} (exit code {exit_code}).", hint)
     if parts[0][:1] == b"N":

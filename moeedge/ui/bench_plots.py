@@ -20,6 +20,7 @@ _SPEED = "decoding speed / stock-ar's"
 
 def draw(rows: Sequence[BenchRow], path: Path) -> bool:
     """Draws what the run compares. Returns False without figures. Raises InputError for an unwritable file."""
+    rows = trusted(rows)
     plots = next(
         filter(None, (make(rows) for make in (batch_plots, speculation_plots, _plots_of_lists, cache_plots))), []
     )
@@ -34,9 +35,22 @@ def draw(rows: Sequence[BenchRow], path: Path) -> bool:
 
 
 def _plots_of_lists(rows: Sequence[BenchRow]) -> list[Plot]:
-    """Ratios of disturbed rows are left out, as the table withholds them."""
-    shown = [replace(row, ratio=None, ratio_pp=None) if row.disturbed else row for row in rows]
-    return default_plots(shown, lambda row: row.label) if rows else []
+    return default_plots(rows, lambda row: row.label) if rows else []
+
+
+def trusted(rows: Sequence[BenchRow]) -> list[BenchRow]:
+    """The rows without the ratios of disturbed ones, which the tables withhold, too."""
+    return [_without_ratios(row) if row.disturbed else row for row in rows]
+
+
+def _without_ratios(row: BenchRow) -> BenchRow:
+    parallel = row.parallel and replace(row.parallel, speed_up=None, speed_up_samples=())
+    figures = row.figures and replace(
+        row.figures,
+        total=replace(row.figures.total, ratio=None),
+        by_category=tuple(replace(each, ratio=None) for each in row.figures.by_category),
+    )
+    return replace(row, ratio=None, ratio_pp=None, parallel=parallel, figures=figures)
 
 
 def cache_plots(rows: Sequence[BenchRow]) -> list[Plot]:

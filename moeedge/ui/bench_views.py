@@ -33,7 +33,7 @@ from moeedge.ui.tables import (
     sql_text,
     text_column,
 )
-from moeedge.units import format_bytes, format_count
+from moeedge.units import format_bytes, format_count, visible
 
 _SCATTER = 0.1  # between repetitions, from which on a figure is not to be trusted
 _MIB = 2.0**-20  # from bytes
@@ -198,7 +198,8 @@ def setup_lines(rows: Sequence[BenchRow]) -> list[str]:
     done = min((len({sample.repetition for sample in row.samples}) for row in rows if row.is_partial), default=None)
     repetitions = str(setup.repetitions) if done is None else f"{done} of {setup.repetitions}"
     return [
-        f"{setup.model}, {draft}; {setup.cpu}, threads: {threads}, context: {setup.n_ctx}, repetitions: {repetitions}",
+        f"{visible(setup.model)}, {visible(draft)}; {setup.cpu}, threads: {threads}, context: {setup.n_ctx}, "
+        f"repetitions: {repetitions}",
         f"moeedge {setup.version}{commit}, llama-cpp-python {setup.llama_cpp_version}",
         *forced_lines(rows),
         *limit_lines(setup),
@@ -295,7 +296,8 @@ def curve_lines(rows: Sequence[BenchRow]) -> list[str]:
     lines = [
         "t/s: of all texts, in steps of as many texts as asked for. speed-up: over plain decoding of as many texts."
     ]
-    measured = {(own.curve, own.n_parallel): own.speed_up for row in rows if (own := row.parallel) is not None}
+    trusted = [row.parallel for row in rows if row.parallel is not None and not row.disturbed]
+    measured = {(own.curve, own.n_parallel): own.speed_up for own in trusted}
     for curve in lines_of(Point(*key, speed_up) for key, speed_up in measured.items()):
         speed_ups, sizes = [value or 0.0 for value in curve.values], ", ".join(map(str, curve.x))
         numbers = ", ".join(f"{value:.2f}" for value in speed_ups)

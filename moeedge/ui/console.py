@@ -24,7 +24,7 @@ from rich.text import Text
 from moeedge.errors import InputError
 from moeedge.run import Level, Notification, Notify, Progress
 from moeedge.ui.figures import FigureRow
-from moeedge.units import format_bytes, format_rate
+from moeedge.units import format_bytes, format_rate, visible
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -34,10 +34,6 @@ MIN_PANEL_ROWS = 10
 _LEAST_ROOM = 12  # columns for values next to their labels
 PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
 
-# control characters (C0 without tab and newline, DEL, C1) as visible pictures: a model must not drive the terminal
-_VISIBLE = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\t\n"} | {0x7F: 0x2421}
-_VISIBLE |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
-
 _quiet, _plain = False, False
 
 
@@ -45,11 +41,6 @@ def set_modes(*, quiet: bool, plain: bool) -> None:
     """Sets how consoles made from now on write. quiet: no notes; plain: no colour, and nothing is repainted."""
     global _quiet, _plain
     _quiet, _plain = quiet, plain
-
-
-def visible(text: str) -> str:
-    """`text` with control characters replaced by pictures of them, tabs and newlines kept."""
-    return text.translate(_VISIBLE)
 
 
 def is_terminal(stream: IO[str] | None) -> bool:

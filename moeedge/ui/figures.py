@@ -293,7 +293,7 @@ def total_rows(info: EngineInfo, turns: Sequence[Turn]) -> list[FigureRow]:
     """Sums over several answers, rates of the sums, the mean wait, and their budgets."""
     answers, caches = [turn.stats for turn in turns], [turn.cache for turn in turns if turn.cache is not None]
     total = replace(combine(answers), prefill_generated=sum(stats.generated_tokens > 0 for stats in answers))
-    drafts = dropped = hits = ""
+    n_begun, drafts, dropped, hits = sum(stats.ttft_s > 0 for stats in answers), "", "", ""
     if total.drafted:
         drafts = (
             f"{percent(total.acceptance_rate)} of drafts accepted ({total.accepted:,} of {total.drafted:,}), "
@@ -307,7 +307,7 @@ def total_rows(info: EngineInfo, turns: Sequence[Turn]) -> list[FigureRow]:
     text = _joined(
         f"{_tokens(total.generated_tokens)} at {speed(total.tg_ts)}",
         f"prompts {_tokens(total.prefill_tokens)} at {speed(total.pp_ts)}",
-        f"first token after {seconds(total.ttft_s / len(answers))} on average",
+        f"first token after {seconds(total.ttft_s / max(1, n_begun))} on average",
         drafts,
         dropped,
         *dict.fromkeys(budget(turn.info) for turn in turns),

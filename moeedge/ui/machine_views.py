@@ -15,9 +15,8 @@ from rich.text import Text
 
 from moeedge.policies.cost_model import CostModel, expert_seconds
 from moeedge.run import Decision
-from moeedge.ui.console import visible
 from moeedge.ui.tables import Column, print_table, text_column, value_columns
-from moeedge.units import format_bytes
+from moeedge.units import format_bytes, visible
 
 if TYPE_CHECKING:
     from moeedge.bench.budget_choice import BudgetChoice

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from moeedge.ui.console import say, show_figures, visible
+from moeedge.ui.console import say, show_figures
 from moeedge.ui.figures import known_figures
 from moeedge.ui.tables import Column, json_text, print_table, text_column
-from moeedge.units import format_bytes, format_rate, format_weights
+from moeedge.units import format_bytes, format_rate, format_weights, visible
 
 if TYPE_CHECKING:
     from moeedge.hub.catalog import Choice, Starter
@@ -125,12 +125,12 @@ def print_files(wanted: Sequence[WantedModel], missing: Sequence[RemoteFile], co
     """The path of each model, or the files that a download would bring."""
     for model in wanted:
         if model.local is not None:
-            console.print(f"{model.role} {model.local}", soft_wrap=True)
+            console.print(visible(f"{model.role} {model.local}"), soft_wrap=True)
             continue
         for file in _missing_files(model, missing):
             have = f", {format_bytes(file.have_bytes)} here" if file.have_bytes else ""
             what = f"{model.role} hf:{file.repo}:{file.path} {format_bytes(file.size_bytes)}{have}"
-            console.print(what, soft_wrap=True)
+            console.print(visible(what), soft_wrap=True)
 
 
 def files_json(wanted: Sequence[WantedModel], missing: Sequence[RemoteFile]) -> str:
@@ -174,7 +174,9 @@ def print_card(card: ModelCard, console: Console) -> None:
         "licence": visible(card.licence) + source if card.licence else "not named in the file",
     }
     show_figures(console, known_figures(rows))
-    if facts.missing_bytes:
+    if facts.missing_bytes and not facts.is_here:
+        console.print("Not on this machine, but for its header.")
+    elif facts.missing_bytes:
         console.print(f"Incomplete here: {format_bytes(facts.missing_bytes)} of its weights are missing.")
 
 
@@ -265,11 +267,11 @@ def _answer(plan: SessionPlan) -> str:
 
 
 def _print_facts(title: str, facts: ModelFacts, console: Console) -> None:
-    console.print(f"{title}: {facts.file}", soft_wrap=True)
+    console.print(visible(f"{title}: {facts.file}"), soft_wrap=True)
     n = facts.n_weights
     weights = f"{n / 1e9:.2f} billion weights" if n >= 1e9 else f"{n / 1e6:.2f} million weights"
     shape = f"{facts.description}; {facts.n_layers} layers, {weights}"
-    console.print(f"  {shape} of {facts.bits_per_weight:.2f} bits, context {facts.n_ctx_train:,}")
+    console.print(f"  {visible(shape)} of {facts.bits_per_weight:.2f} bits, context {facts.n_ctx_train:,}")
     if facts.n_experts:
         layers = f"{facts.n_expert_layers} layers with {facts.n_experts} experts, {facts.experts_per_token}"
         n_bytes = facts.expert_bytes

@@ -17,9 +17,9 @@ from moeedge.analysis.profile import (
     SpeculationGain,
 )
 from moeedge.analysis.routing_curves import RoutingCurves
-from moeedge.ui.console import visible
 from moeedge.ui.figures import FigureRow, known_figures
 from moeedge.ui.tables import NONE, Column, print_table, text_column, value_columns
+from moeedge.units import visible
 
 _SHOWN_BATCHES = (1, 2, 4, 8, 16, 32, 64)  # B of the table
 _GAIN_TITLES = ("Omega", "a/b", "a/b independence", "a/b uniform")

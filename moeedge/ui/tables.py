@@ -11,6 +11,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from moeedge.records import as_dict, figures, record_in, type_of
+from moeedge.units import visible
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -114,7 +115,8 @@ def print_table(
 
 
 def _texts(column: Column, rows: Sequence[Any]) -> list[str]:
-    return [column.title, *(column.text(row) for row in rows)]
+    """Title and cells, without what would drive a terminal: names come from files."""
+    return [visible(text).replace("\n", " ") for text in (column.title, *(column.text(row) for row in rows))]
 
 
 def _groups(widths: Sequence[int], n_keys: int, room: int | None) -> Iterator[list[int]]:
@@ -132,7 +134,7 @@ def markdown(columns: Sequence[Column], rows: Sequence[Any]) -> str:
     """A Markdown table whose cells are padded, so that it reads well as plain text, too."""
     padded = []
     for column in columns:
-        texts = _texts(column, rows)
+        texts = [text.replace("|", "\\|") for text in _texts(column, rows)]
         width = max(map(len, texts))
         title, *cells = (f" {text:{'<' if column.left else '>'}{width}} " for text in texts)
         padded.append([title, "-" * (width + 1) + ("-" if column.left else ":"), *cells])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from moeedge.bench.config import BenchPlan, ScriptedTest
-from moeedge.bench.journal import LAST, Journal, settings_of
+from moeedge.bench.journal import LAST, Journal, folder, settings_of
 from moeedge.bench.samples import Sample
 from moeedge.errors import InputError
 from moeedge.hardware.provenance import read_provenance
@@ -57,6 +60,35 @@ def test_the_rest_alone_is_measured(tmp_path: Path, tiny_moe: Path, tiny_draft: 
     complete.drop()
     with pytest.raises(InputError, match="no interrupted bench"):
         resumed(plan)
+
+
+def test_a_file_that_is_written_is_left_alone(tiny_moe: Path, tiny_draft: Path) -> None:
+    plan = make_plan(tiny_moe, tiny_draft, n_prompt=8)
+    with begun(plan) as running:
+        for _ in range(8):
+            other = folder() / f"{time.monotonic_ns()}.jsonl"
+            other.write_text("{}")
+        begun(plan)
+        assert running.path.exists() and len(list(folder().glob("*.jsonl"))) == 6
+        with pytest.raises(InputError, match="running"), resumed(plan, str(running.path)):
+            pass
+
+
+def test_a_model_of_the_same_size_is_another(tiny_moe: Path, tiny_draft: Path) -> None:
+    plan = make_plan(tiny_moe, tiny_draft, n_prompt=8)
+    before = settings_of(plan, read_provenance(tiny_moe))
+    os.utime(tiny_moe, ns=(0, 0))
+    assert settings_of(plan, read_provenance(tiny_moe)) != before
+
+
+def test_the_newest_file_is_that_of_bench(tmp_path: Path, tiny_moe: Path, tiny_draft: Path) -> None:
+    """`lab rivals` keeps its own there, too."""
+    plan = make_plan(tiny_moe, tiny_draft, n_prompt=8)
+    journal = begun(plan)
+    run(plan, journal, stop_after=1)
+    head = {"schema": "moeedge-bench-run-1", "settings": [{"llama_bench": "x"}]}
+    (folder() / "99999999-000000-1.jsonl").write_text(json.dumps(head) + "\n")
+    assert resumed(plan).path == journal.path
 
 
 def test_modes_in_turn_go_on(tmp_path: Path, tiny_moe: Path, tiny_draft: Path) -> None:

@@ -90,9 +90,10 @@ def test_speed_ups_are_over_plain_decoding_of_as_many_texts(finished: tuple[list
         expected.append(ours.tg_ts / theirs.tg_ts)
     assert own.parallel.speed_up_samples == pytest.approx(expected)
     assert own.parallel.speed_up == pytest.approx(sum(expected) / 2)
-    _, *curves = curve_lines(rows)
+    _, *curves = curve_lines([replace(row, disturbed=None) for row in rows])
     assert [line.partition(":")[0] for line in curves] == ["moeedge gamma 1", "moeedge gamma 3", "moeedge gamma auto"]
     assert all("for N = 1, 4;" in line for line in curves)
+    assert not curve_lines([replace(row, disturbed="load") for row in rows])[1:]  # as in the table
 
 
 def test_without_plain_decoding_of_the_engine_stock_is_the_base() -> None:
@@ -124,7 +125,7 @@ def test_curves_of_several_expert_caches_are_apart(tmp_path: Path) -> None:
         sample = replace(SAMPLE, mode=mode.label, decode_tokens=10 if mode.drafts else 8)
         plain = (mode, [replace(sample, decode_tokens=8)]) if mode.drafts else None
         figures = parallel_figures(mode, [sample], plain, 4 if mode.drafts else 0)
-        rows.append(SimpleNamespace(parallel=figures))
+        rows.append(SimpleNamespace(parallel=figures, disturbed=None))
     assert curve_lines(rows)[1:] == [  # type: ignore[arg-type]
         f"moeedge {ratio} gamma 4: 1.25, 1.25 for N = 1, 2; the most with N = 1." for ratio in (0.25, 0.5)
     ]

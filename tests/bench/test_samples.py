@@ -214,7 +214,7 @@ def test_modes_with_other_drafts() -> None:
         ("ngram", 4, 0.25), (Path("d.gguf"), 2, 0.75), (Path("d.gguf"), 3, 0.75), (Path("d.gguf"), 3, 0.25)
     ]  # fmt: skip
     kept, notes = applicable_modes(modes, has_draft=False)
-    assert [(mode.label, mode.drafts) for mode in kept] == [("stock-ngram gamma 4", True)] and len(notes) == 3
+    assert [(mode.label, mode.drafts) for mode in kept] == [("stock-ngram gamma 4", True)] and len(notes) == 1
     with pytest.raises(InputError, match="p-min"):
         Sweep(counts=(2,)).modes(modes)
 

@@ -13,9 +13,9 @@ import pytest
 
 from models.generator import DOMAINS, held_back
 from models.toy import calibration_rows
-from moeedge.data.datasets import CATALOG, load_calibration, load_dataset
+from moeedge.data.datasets import CATALOG, load_calibration, load_dataset, load_datasets
 from moeedge.data.prompts import Dataset
-from moeedge.errors import DatasetError, DownloadError
+from moeedge.errors import DatasetError, DownloadError, InputError
 from tests.support.hub import local_hub
 
 _MT_BENCH = json.dumps({"question_id": 7, "category": "writing", "turns": ["First?", "And then?"]}).encode() + b"\n"
@@ -129,6 +129,23 @@ def test_a_limit_takes_prompts_of_every_category(tmp_path: Path) -> None:
     assert [prompt.category for prompt in dataset.limited(8).prompts] == ["custom", *"1234567"]
     assert [prompt.id for prompt in dataset.limited(3).prompts] == ["0", "26", "53"]
     assert dataset.limited(None) is dataset.limited(100) is dataset
+
+
+def test_ids_are_unique_whatever_the_file_has(tmp_path: Path) -> None:
+    path = tmp_path / "own.jsonl"
+    path.write_text("".join(json.dumps({"id": name, "prompt": "Hi"}) + "\n" for name in ("a", "a", "a#2", "a")))
+    assert [prompt.id for prompt in load_dataset(str(path)).prompts] == ["a", "a#3", "a#2", "a#4"]
+    with pytest.raises(DatasetError, match="named own"):
+        load_datasets(f"{path},{write_again(path)}")
+    with pytest.raises(InputError, match="home"):
+        load_dataset("~nobody-here/x.jsonl")
+
+
+def write_again(path: Path) -> Path:
+    other = path.parent / "other" / path.name
+    other.parent.mkdir()
+    other.write_bytes(path.read_bytes())
+    return other
 
 
 COUNTS = {"mtbench": 80, "humaneval": 164, "gsm8k": 1319, "mmlu-pro": 140, "alpaca": 252, "cnndm": 80, "qa": 80}

@@ -23,7 +23,7 @@ from moeedge.hub.catalog import (
     load_catalog,
     parse_reference,
 )
-from moeedge.hub.local import list_models, locate
+from moeedge.hub.local import cached_models, list_models, locate, plan_removal
 from moeedge.hub.remote import want_pair
 
 _SHAPE = "expert_layers = 2\nexperts = 8\nused = 2\nexpert_weights = 100\nweights = 10000\nkv_bytes_per_token = 64\n"
@@ -286,6 +286,28 @@ def test_cached_models_are_found(own: Write) -> None:
     with pytest.raises(InputError, match="several files"):
         locate("hf:me/mine-GGUF")
     assert want_pair(load_catalog(), "mine", no_draft=True)[0].local == link
+
+
+def test_a_revision_is_that_one_alone(own: Write) -> None:
+    link = store("me/other-GGUF", "other-Q4_0.gguf", blob=_SHA)
+    again = link.parents[1] / ("e" * 40) / link.name
+    again.parent.mkdir()
+    again.symlink_to(link.resolve())
+    (link.parents[2] / "refs").mkdir(exist_ok=True)
+    (link.parents[2] / "refs" / "v2").write_text("e" * 40)
+    assert locate("hf:me/other-GGUF@v2:other-Q4_0.gguf").path == again
+    with pytest.raises(ModelNameError):
+        locate("hf:me/other-GGUF@v3:other-Q4_0.gguf")
+    removal = plan_removal(load_catalog(), "hf:me/other-GGUF@v2:other-Q4_0.gguf")
+    assert removal.links == (again,) and not removal.blobs  # main has the same content
+
+
+def test_odd_names_in_the_cache(own: Write) -> None:
+    link = store("me/odd-GGUF", "X.GGUF")
+    store("me/odd-GGUF", "m-00001-of-00000.gguf", blob="d" * 64)
+    (link.parents[1] / "gone").symlink_to("nowhere")
+    assert locate("hf:me/odd-GGUF:X.GGUF").path == link
+    assert {model.files for model in cached_models()} >= {("X.GGUF",), ("m-00001-of-00000.gguf",)}
 
 
 def test_a_path_wins_over_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

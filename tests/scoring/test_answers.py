@@ -32,7 +32,8 @@ from moeedge.scoring.answers import (
         ("2 of 1,0000", "0000"),  # no thousands
         ("so 4\n#### 18", "18"), ("#### $1,000 in 2 weeks", "1000"), ("#### 5\n#### 6", "6"), ("18.0", "18"),
         ("#### Step 3: 20 in all\n21", "21"),  # a heading is no mark
-        (r"\boxed{12} since 2020", "12"), (r"\boxed{\$12}", "12"),
+        (r"\boxed{12} since 2020", "12"), (r"\boxed{\$12}", "12"), (r"\boxed{12\text{ apples}} of 5", "12"),
+        ("1.5e3", "1500"), ("2e-1", "0.2"), ("3 eggs", "3"), ("4ever", "4"),
         *((answer, None) for answer in ("", "none", "####", "eighteen", "- - -", ".")),
     ],
 )  # fmt: skip
@@ -208,8 +209,8 @@ def test_rouge_l_is_graded() -> None:
         ({"scorer": "number", "expect": "many"}, '"expect" must hold numbers'),
         ({"scorer": "letter", "expect": "K"}, '"expect" must hold letters from A to J'),
         ({"scorer": "code", "expect": "x"}, 'the scorer "code" needs "tests"'),
-        ({"scorer": "code", "tests": "pass", "timeout_s": 0}, "timeout_s must be positive"),
-        ({"scorer": "code", "tests": "pass", "timeout_s": float("inf")}, "timeout_s must be positive and finite"),
+        ({"scorer": "code", "tests": "pass", "timeout_s": 0}, "timeout_s must be from 0.1 to 3600"),
+        ({"scorer": "code", "tests": "pass", "timeout_s": float("inf")}, "timeout_s must be from 0.1 to 3600"),
         ({"scorer": "exact", "expect": "x", "max_chars": 0}, "a limit must be at least 1"),
         ({"scorer": "exact", "expect": "x", "max_chars": "9"}, '"max_chars" must be a number'),
         ({"scorer": "exact", "expect": "x", "max_chars": True}, '"max_chars" must be a number'),

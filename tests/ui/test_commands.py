@@ -288,6 +288,20 @@ def test_the_old_session_stays_where_there_can_be_no_other(
     assert message in found.err
 
 
+def test_another_conversation_is_seen_whole(switch: ModelSwitch, tmp_path: Path) -> None:
+    """Messages that a full context left out belong to that conversation."""
+    talk, file = Conversation(), tmp_path / "talk.json"
+    for number in range(3):
+        talk.ask(f"My number {number}.")
+        talk.answer("I see.")
+    talk.save(file, model="m")
+    lines: list[Line] = ["/set context_shift on", f"/load {file}", LONG + LONG[:80], f"/load {file}", "hi"]
+    found = switched(switch, lines, tmp_path / "chats")
+    whole = switched(switch, [f"/load {file}", "hi"], tmp_path / "chats")
+    assert "no longer sees" in found.err
+    assert found.repl.turns[-1].stats.prompt_tokens == whole.repl.turns[-1].stats.prompt_tokens
+
+
 def test_a_shift_drops_the_oldest_messages(switch: ModelSwitch, tmp_path: Path) -> None:
     lines: list[Line] = ["/set context_shift on", *[f"{number} {LONG[:60]}" for number in range(12)]]
     found = switched(switch, lines, tmp_path)

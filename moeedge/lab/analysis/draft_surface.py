@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,7 +52,12 @@ def read_points(path: Path) -> list[SurfacePoint]:
             isinstance(rows, list) and rows and all(isinstance(row, dict) and "tg_ts_median" in row for row in rows)
         )
         require(is_record, "its rows are not those of moeedge bench")
-        return surface_points(rows)
+        numbers = (value for row in rows for value in row.values() if isinstance(value, float))
+        require(all(map(math.isfinite, numbers)), "it has numbers that are not finite")
+        points = surface_points(rows)
+        are_usual = all(0 <= point.draft_cost < math.inf and point.ratio > 0 for point in points)
+        require(are_usual, "it has numbers that are no times or speeds")
+        return points
     except OSError as error:
         reason = error.strerror or "it cannot be read"
     except (ArithmeticError, AttributeError, KeyError, TypeError):  # no key, or another kind of value

@@ -22,6 +22,7 @@ from moeedge.records import as_dict
 from moeedge.run import Run
 from moeedge.ui.chat.interrupt import Interrupt
 from moeedge.ui.tables import Column, print_table, text_column
+from moeedge.units import visible
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -205,7 +206,6 @@ def print_pair(pair: PairSimilarity, popularity: Mapping[int, float], n_experts:
     import numpy as np
 
     from moeedge.analysis.routing_curves import mean_or_none
-    from moeedge.ui.console import visible
 
     k = len(pair.top_n[0])
     shown = sorted({1, 2, 4, k} & set(range(1, k + 1)))

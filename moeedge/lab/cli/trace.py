@@ -14,7 +14,7 @@ from moeedge.cli.options import Output, flatten
 from moeedge.errors import InputError
 from moeedge.lab.cli import trace_options  # noqa: F401  # has the table of these options
 from moeedge.records import filled
-from moeedge.units import format_bytes
+from moeedge.units import format_bytes, visible
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -157,7 +157,7 @@ def summarize_trace(trace: Trace) -> TraceSummary:
 
 def print_trace_summary(summary: TraceSummary, console: Console) -> None:
     """Labels and values; what the trace does not know is left out."""
-    from moeedge.ui.console import show_figures, visible
+    from moeedge.ui.console import show_figures
     from moeedge.ui.figures import known_figures
 
     s, size = summary, summary.expert_bytes

@@ -15,9 +15,9 @@ from moeedge.cli.common import emit
 from moeedge.cli.model_files import resolve_models
 from moeedge.cli.options import Output, declare, flatten
 from moeedge.errors import InputError
-from moeedge.ui.console import BYTES, count_bar, say, stderr_console, visible
+from moeedge.ui.console import BYTES, count_bar, say, stderr_console
 from moeedge.ui.tables import Column, json_text, print_table, text_column
-from moeedge.units import format_bytes
+from moeedge.units import format_bytes, visible
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -9,6 +9,7 @@ the fastest counts, test by test.
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -181,6 +182,8 @@ class RivalPlan:
 
 def read_llama_bench(output: str) -> Timed:
     """Reads `llama-bench -o json`, around which ik_llama.cpp's may print other lines. Raises ValueError."""
+    if "[\n" not in output or "]" not in output:
+        raise ValueError("it printed no JSON")
     for record in json.loads(output[output.index("[\n") : output.rindex("]") + 1]):
         test = f"pp{record['n_prompt']}" if record["n_prompt"] else f"tg{record['n_gen']}"
         build = f"{record['build_number']} ({record['build_commit']})"
@@ -236,12 +239,16 @@ def measure(plan: RivalPlan, variants: Sequence[Variant], journal: Journal, run:
                 timed = list(variant.read(_output(variant.command)))
                 if not timed:
                     raise ValueError("it printed no test")
-            except (OSError, ValueError, KeyError) as error:
+                if not all(tokens > 0 and 0 < seconds < math.inf for _, tokens, seconds, *_ in timed):
+                    raise ValueError("it printed a time that is none")
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                lacks = f"its JSON lacks {error}" if isinstance(error, KeyError) else "its JSON has other types"
+                reason = lacks if isinstance(error, (KeyError, TypeError)) else str(error)
                 if not run.cancelled() and variant.rival in (OURS, STOCK):
-                    raise EngineError(f"{label} failed: {error}.", "Go on with --resume.") from None
+                    raise EngineError(f"{label} failed: {reason}.", "Go on with --resume.") from None
                 failed.add(label)
                 if not run.cancelled():
-                    run.say(f"{label} is left out, as it failed: {error}.")
+                    run.say(f"{label} is left out, as it failed: {reason}.")
                 timed = []
             for test, tokens, seconds, build, limit_ts in timed:
                 about = (variant.rival, variant.settings, test, repetition, order)

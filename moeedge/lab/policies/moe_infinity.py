@@ -90,7 +90,9 @@ class MoeInfinity(PooledPolicy):
 
     def reset(self) -> None:
         """Ends the sequence and adds its matrix to the collection."""
-        if self._n_steps == 0:
+        if self._n_steps == 0:  # of a prompt alone
+            self._matrix[:] = 0.0
+            self._prioritise()
             return
         entry = self._n_entries if self._n_entries < _CAPACITY else int(self._n_matches.argmin())
         self._n_entries = max(self._n_entries, entry + 1)

@@ -57,7 +57,7 @@ class SpacPaper(PooledPolicy):
         self._binary, self._used_only = config.binary, config.used_only
         self._fixed_tau = config.fixed_tau if self.has_balancer else 1.0
         self._algorithm = utility.UtilityConfig(
-            gamma=config.gamma if config.gamma > 0 else 2,  # floor(0 / 2) = 0: every expert would rise at every step
+            gamma=max(config.gamma, 2),  # floor(1 / 2) = 0: every expert would rise at every step
             cap=self.cap,
             forgetting=config.forgetting,
             boundaries="fixed" if not self.has_adaptive_boundaries or "no-ada-bc" in config.ablations else "floor",

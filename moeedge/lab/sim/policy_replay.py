@@ -155,12 +155,16 @@ class PolicyReplay:
         self._begin(batch)
         if not batch.prefill:
             self._plan_draft(batch, predictions)
+        hot = self._expected_hot()  # before plans within the step, which may change the utilities
         found = self._compute(batch, predictions)
         if not batch.prefill and self._execution_model.device_only:
             self._loaded = (batch.counts > 0) & ~found
             self.stats.on_demand += np.count_nonzero(self._loaded)
             self._count_uploads(np.flatnonzero(self._loaded))
-        self._judge(batch)
+        if not batch.prefill and not batch.is_first:  # all of a text's first batch is new
+            right = (hot == (batch.counts > 0))[self._expert_layers]
+            self.stats.judged += right.size
+            self.stats.judged_right += int(np.count_nonzero(right))
         self._driver.observe(batch)
         self._is_planned = False
         self.stats.add(batch, found)
@@ -239,16 +243,12 @@ class PolicyReplay:
         if self._expert_bytes is not None and flat_ids.size:
             self.stats.bytes += int(self._expert_bytes[flat_ids // self._shape.n_experts].sum())
 
-    def _judge(self, batch: Batch) -> None:
-        """Counts experts rightly called hot or cold; the first batch of a text is not judged: all of it is new."""
-        if batch.prefill or batch.is_first:
-            return
-        assert self._plan is not None
+    def _expected_hot(self) -> BoolArray:
+        """The experts that the newest plan expects to be used, bool [n_layers, n_experts]; none without a plan."""
+        if self._plan is None:
+            return np.zeros_like(self.slots.resident, dtype=np.bool_)
         expected = self._plan.expected
-        hot = self._plan.utility >= 1.0 if expected is None else expected >= HOT_FROM
-        right = (hot == (batch.counts > 0))[self._expert_layers]
-        self.stats.judged += right.size
-        self.stats.judged_right += int(np.count_nonzero(right))
+        return self._plan.utility >= 1.0 if expected is None else expected >= HOT_FROM
 
 
 NEVER = np.iinfo(np.int32).max  # the next use of an expert that is not used again

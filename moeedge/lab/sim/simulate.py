@@ -203,10 +203,17 @@ def simulate(costs: StepCosts, trace: Trace, config: SimulationConfig) -> Simula
     """
     gamma = config.gamma if has_draft(config) else 0
     costs = costs.with_link(config.link_factor)
-    n_layers, n_whole, cache_ratio = trace.meta.n_layers, config.n_whole_layers, config.cache_ratio
+    n_whole, cache_ratio = config.n_whole_layers, config.cache_ratio
     if n_whole:
-        trace = replace(trace, ids=trace.ids[:, n_whole:], meta=replace(trace.meta, n_layers=n_layers - n_whole))
-        cache_ratio = max(cache_ratio * n_layers - n_whole, 0.0) / (n_layers - n_whole)
+        layers = trace.expert_layers()
+        kept = np.setdiff1d(np.arange(trace.meta.n_layers), layers[:n_whole])
+        trace = replace(
+            trace,
+            ids=trace.ids[:, kept],
+            weights=None if trace.weights is None else trace.weights[:, kept],
+            meta=replace(trace.meta, n_layers=len(kept)),
+        )
+        cache_ratio = max(cache_ratio * len(layers) - n_whole, 0.0) / (len(layers) - n_whole)
     recorded = _recorded(trace, gamma)
     schedule = recorded or cut_schedule(
         trace,

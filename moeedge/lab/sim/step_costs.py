@@ -10,6 +10,7 @@ Overheads of programs are in sim/data/programs.json and, for published systems, 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -172,7 +173,16 @@ class StepCosts:
     link_bytes_per_s: float = 1.0  # of the handoff's copies
     tile_ns: float = 0.0  # see Framework
     n_layouts: int = 1  # of experts, each with a table of its own
-    busy_link_factor: float = 1.0  # of the CPU's time while uploads are under way
+    cpu_bytes_per_s: float = math.inf
+    link_interference: float = 0.0  # see Framework
+
+    @property
+    def busy_link_factor(self) -> float:
+        """Of the CPU's time while uploads are under way."""
+        if self.link_interference == 0:
+            return 1.0
+        taken = self.link_interference * min(self.link_bytes_per_s, self.cpu_bytes_per_s / 2)
+        return self.cpu_bytes_per_s / (self.cpu_bytes_per_s - taken)
 
     def handoff_ns(self, moment: str, n_tokens: int) -> int:
         assert self.handoff is not None
@@ -187,7 +197,8 @@ class StepCosts:
     def cost_model(self, cap: int) -> CostModel:
         """The costs that a policy's balancer gets, in seconds.
 
-        The shares r_c and r_g, which a warm-up measures, are straight lines: half of the work at tau = 1, all at K.
+        The shares r_c and r_g, which a warm-up measures, are straight lines: half of the work each at tau = 0, the
+        CPU has all at K.
         """
         share = np.linspace(0.0, 1.0, cap + 1)
         return CostModel(
@@ -263,7 +274,6 @@ def roofline_costs(hardware: HardwareSpec, shape: ModelShape, framework: Framewo
     if shape.draft is not None:
         draft_layer_s = hardware.layer_overhead_s + framework.draft_layer_overhead_s
         draft_s = shape.draft.bytes / hardware.gpu_bytes_per_s + shape.draft.n_layers * draft_layer_s
-    interference = framework.link_interference * min(hardware.link_bytes_per_s, hardware.cpu_bytes_per_s / 2)
     link_s = framework.transfer_factor / hardware.link_bytes_per_s  # per byte
     transfer_s = shape.expert_bytes * link_s
     dense_travel_s = shape.dense_layer_bytes * link_s + _DENSE_TENSORS * framework.tensor_s
@@ -287,7 +297,8 @@ def roofline_costs(hardware: HardwareSpec, shape: ModelShape, framework: Framewo
         link_bytes_per_s=hardware.link_bytes_per_s,
         tile_ns=framework.tile_s * 1e9,
         n_layouts=shape.n_layouts,
-        busy_link_factor=hardware.cpu_bytes_per_s / (hardware.cpu_bytes_per_s - interference),
+        cpu_bytes_per_s=hardware.cpu_bytes_per_s,
+        link_interference=framework.link_interference,
     )
 
 

@@ -21,8 +21,8 @@ from rich.text import Text
 
 from moeedge.ui.chat.settings import Look
 from moeedge.ui.chat.stream import TAB, MarkdownLines, PlainLines, Segment, StyledLine, ThinkingSplitter, wrap_rows
-from moeedge.ui.console import visible
 from moeedge.ui.figures import FigureRow
+from moeedge.units import visible
 
 REPAINT_S = 0.1  # between repaints of the text
 PANEL_S = 0.3  # between repaints of the figures, which cost several times as much
@@ -105,7 +105,9 @@ class LiveView:
             return
         if self.look.stats != "off" and now_s - self._panel_at_s >= PANEL_S:
             self._panel_at_s = now_s
-            hint, height = "stopping" if self.stopping() else "Ctrl-C stops", self.console.height - TEXT_ROWS
+            hint = "stopping" if self.stopping() else "Ctrl-C stops"
+            # half of the rows: where the terminal becomes narrower, each may become two, and none can scroll away
+            height = min(self.console.height - TEXT_ROWS, (self.console.height - 1) // 2 - 1)
             with self.console.capture() as capture:
                 self.console.print(render_panel(self.figures(), columns=columns, rows=height, hint=hint))
             self._panel = capture.get()

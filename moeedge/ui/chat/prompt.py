@@ -12,7 +12,7 @@ from typing import TextIO
 
 import click
 from prompt_toolkit import PromptSession
-from prompt_toolkit.application import get_app
+from prompt_toolkit.application import get_app, run_in_terminal
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion
 from prompt_toolkit.document import Document
 from prompt_toolkit.filters import Condition
@@ -52,6 +52,16 @@ def _bindings() -> KeyBindings:
     @bindings.add("c-c", filter=Condition(lambda: bool(get_app().current_buffer.text)))
     def _drop(event: KeyPressEvent) -> None:
         event.current_buffer.reset()
+
+    @bindings.add("c-x", "c-e")
+    def _open_editor(event: KeyPressEvent) -> None:
+        buffer = event.current_buffer
+
+        def edit() -> None:
+            if (text := edited(buffer.text)) is not None:
+                buffer.document = Document(text.rstrip("\n"))
+
+        run_in_terminal(edit)
 
     @bindings.add("enter")
     def _send(event: KeyPressEvent) -> None:
@@ -108,14 +118,22 @@ def open_history(path: Callable[[], Path], run: Run) -> History:
         return InMemoryHistory()
 
 
+def edited(text: str) -> str | None:
+    """The text as $EDITOR leaves it; None where it is not saved, or after a message that the editor failed."""
+    try:
+        return click.edit(text)
+    except click.ClickException as error:  # there is none, or it failed
+        reason = error.message
+    except ValueError:
+        reason = "The editor wrote what is not UTF-8 text"
+    sys.stderr.write(f"{reason}. Set EDITOR to a program that edits text.\n")
+    return None
+
+
 def _read_plainly(history: History, begun: str) -> str:
     """A message from a dumb terminal, which does its own editing; a text to begin with goes to $EDITOR."""
     if begun:
-        try:
-            return click.edit(begun) or ""
-        except click.ClickException as error:  # there is none, or it failed
-            sys.stderr.write(f"{error.message}. Set EDITOR to a program that edits text.\n")
-            return ""
+        return edited(begun) or ""
     text = _read_line(PROMPT)
     while block_is_open(text):
         text += "\n" + _read_line(CONTINUATION)
@@ -158,7 +176,6 @@ def _make_reader(commands: Mapping[str, Sequence[str]], history: History) -> Cal
         completer=_CommandCompleter(commands),
         complete_while_typing=False,
         key_bindings=_bindings(),
-        enable_open_in_editor=True,
         output=create_output(always_prefer_tty=True),  # stdout may be a file: then prompt on stderr
     )
     return lambda begun: session.prompt(default=begun)

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from moeedge.engine.autosave import Autosave, Origin, UnfinishedChat, take_over
 from moeedge.engine.context_choice import usable_budget
-from moeedge.engine.conversation import Conversation, prompt_tokens
+from moeedge.engine.conversation import Conversation, Message, prompt_tokens
 from moeedge.engine.layer_search import open_session
 from moeedge.engine.session import RESERVED_TOKENS, Session, prepare_answers
 from moeedge.engine.types import EngineConfig, EngineInfo
@@ -149,7 +149,8 @@ class Chat:
     # the last question, in the prompt to be changed; the answer that /regen took back, or that was cut off
     edited: str | None = field(default=None, init=False)
     replaced: str | None = field(default=None, init=False)
-    _n_left_out: int = field(default=0, init=False)  # messages; they stay left out, so that the KV cache stays useful
+    # conversation, tokens of the context, messages that stay left out, so that the KV cache stays useful
+    _left_out: tuple[Conversation | None, int, list[Message]] = field(default=(None, 0, []), init=False)
     _save_failed: bool = field(default=False, init=False)  # and the user was told
 
     def __post_init__(self) -> None:
@@ -166,7 +167,11 @@ class Chat:
         """The tokens of the conversation, with a shift without its oldest messages once they fill the context."""
         session, messages, n_ctx = self.session, self.conversation.messages, self.session.info.n_ctx
         shifts = session.config.context_shift
-        n = self._n_left_out = self._n_left_out if shifts and len(messages) > self._n_left_out else 0
+        of, *before = self._left_out
+        n = len(self._left_out[2])
+        if not shifts or of is not self.conversation or len(messages) <= n or before != [n_ctx, messages[:n]]:
+            n = 0
+        n_before = n
 
         def tokens() -> list[int]:
             rest = Conversation(self.conversation.system, messages[n:])
@@ -177,9 +182,9 @@ class Chat:
             while len(prompt) > n_ctx // 2 and n + 2 < len(messages):
                 n += 2  # a question and its answer
                 prompt = tokens()
-            if n > self._n_left_out:
+            if n > n_before:
                 self.say(f"The context of {n_ctx:,} tokens is full: the model no longer sees the oldest {n} messages.")
-            self._n_left_out = n
+        self._left_out = self.conversation, n_ctx, messages[:n]
         return prompt
 
     def apply(self, settings: Settings) -> list[str]:
@@ -227,7 +232,9 @@ class Chat:
         lines = []
         changed = ("gamma", "budget", "look", "ctx", "context_shift")  # by options and /set, not by the chat
         defaults = Settings(**{name: getattr(self.settings, name) for name in changed})
-        if before not in ((self.conversation.system, self.settings), ("", defaults)):
+        if restored(chat.settings, self.settings) is self.settings:
+            lines.append("Its settings cannot be read: those of this chat stay.")
+        elif before not in ((self.conversation.system, self.settings), ("", defaults)):
             lines.append("Its own system prompt and settings apply; /system and /set change them.")
         if self.settings.ignores_seed and not before[1].ignores_seed:
             lines.append(SEED_NOTE)
@@ -249,6 +256,8 @@ class Chat:
         info, before = self.session.info, self.settings
         self.settings = self._prepared(settings_of(self.session, before))
         lines = self.apply(replace(self.settings, context_shift=before.context_shift))
+        if changed := [name for name in ("gamma", "ctx") if getattr(self.settings, name) != getattr(before, name)]:
+            lines.append(f"As the chat began, not as /set: {' and '.join(changed)}.")
         self.begun = []
         self.autosave.begin_anew(origin_of(self.session, raw=self.raw))
         return [f"Model: {info.model}.", experts_line(info), *warnings_of(info), *lines]

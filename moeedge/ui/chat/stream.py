@@ -14,7 +14,7 @@ from rich.style import Style
 from rich.syntax import Syntax
 
 from moeedge.llama.reasoning import ReasoningTags, n_begun
-from moeedge.ui.console import visible
+from moeedge.units import visible
 
 MAX_SPAN = 300  # characters between the two halves of a marker; of a line of code that is coloured
 CONTEXT_LINES = 40  # of code that are read again for the colours of the next one

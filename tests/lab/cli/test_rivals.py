@@ -140,6 +140,11 @@ def measured(plan: RivalPlan, variants: list[Variant], journal: Journal, run: Ru
         return list(measure(plan, variants, journal, run))
 
 
+def nonsense(samples: str) -> str:
+    about = '"build_number": 1, "build_commit": "a", "n_prompt": 8, "n_gen": 0'
+    return f'[\n{{{about}, "samples_ns": {samples}}}]'
+
+
 def test_processes_take_turns_and_failing_rivals_are_left_out(tmp_path: Path, tiny_moe: Path) -> None:
     plan, log, notes = plan_of(tiny_moe), tmp_path / "log", list[str]()
     make = partial(variant, log=log)
@@ -154,6 +159,13 @@ def test_processes_take_turns_and_failing_rivals_are_left_out(tmp_path: Path, ti
     (row,) = make_rows(plan, samples, source=read_provenance(), other_load_before=0.0)
     assert (row.speeds, row.fastest, row.ratio) == ({"llama.cpp": 0.5, "moeedge": 1.0}, "llama.cpp a", 2.0)
     assert row.low == pytest.approx(2.0) and row.high == pytest.approx(2.0)
+    for output, reason in (("nonsense", "no JSON"), ('[\n{"n_prompt": 8}]', "lacks"), (nonsense("[0]"), "a time"),
+                           (nonsense('["x"]'), "other types"), (nonsense("[NaN]"), "a time")):  # fmt: skip
+        bad = replace(variants[2], command=(sys.executable, "-c", f"print({output!r})"), read=read_llama_bench)
+        notes.clear()
+        assert not [sample for sample in measured(plan, [variants[0], bad], Journal.begin([]), Run(notes.append))
+                    if sample.rival != "moeedge"]  # fmt: skip
+        assert len(notes) == 1 and reason in notes[0]
     with pytest.raises(EngineError, match="moeedge auto"):
         measured(plan, [make("moeedge", "auto", code=1)], Journal.begin([]), Run())
 

@@ -173,6 +173,25 @@ def test_stock_has_its_layers_from_the_first_step_on() -> None:
         assert short.tg_ts == pytest.approx(full.tg_ts, rel=0.01) if ratio < 1 else short.tg_ts > full.tg_ts
 
 
+def test_stock_of_a_trace_with_dense_layers_and_weights(texts: Trace, costs: StepCosts) -> None:
+    """Whole layers are those with experts; the time is that of the layers, wherever dense ones lie."""
+    config = stock_config(replace(CONFIG, cache_ratio=0.5), texts.meta.n_layers)
+    ids = np.concatenate([np.full_like(texts.ids[:, :2], texts.sentinel), texts.ids], axis=1)
+    weights = np.ones(ids.shape, dtype=np.float16)
+    longer = replace(texts, ids=ids, weights=weights, meta=replace(texts.meta, n_layers=ids.shape[1]))
+    plain, dense = simulate(costs, texts, config), simulate(costs, longer, config)
+    assert dense.n_expert_layers == plain.n_expert_layers
+    assert dense.busy_s["cpu"] == pytest.approx(plain.busy_s["cpu"], rel=1e-6)
+
+
+def test_a_slower_link_takes_less_from_the_cpu() -> None:
+    hardware = find_hardware("rtx4090-pcie4")
+    slow = replace(hardware, link_bytes_per_s=hardware.link_bytes_per_s / 10)
+    shape, program = find_model("qwen3-30b-a3b"), program_of("spac")
+    scaled = roofline_costs(hardware, shape, program).with_link(0.1)
+    assert scaled.busy_link_factor == pytest.approx(roofline_costs(slow, shape, program).busy_link_factor)
+
+
 @pytest.mark.parametrize("wrong", [{"cache_ratio": 1.5}, {"gamma": -1}, {"acceptance": 2.0}, {"link_factor": 0.0}])
 def test_an_impossible_configuration_is_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=r"must be"):
