@@ -17,7 +17,7 @@ from dataclasses import asdict
 from fcntl import LOCK_EX, LOCK_NB, flock
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from moeedge.bench.config import BenchPlan
 from moeedge.bench.samples import Sample
@@ -79,7 +79,7 @@ class Journal:
             folder().mkdir(parents=True, exist_ok=True)
             for old in _files()[:-_MOST_FILES]:
                 with suppress(BlockingIOError), old.open("ab") as file:
-                    flock(file, LOCK_EX | LOCK_NB)  # not that of a run in another process
+                    _lock(file)  # not that of a run in another process
                     old.unlink()
             has_room = shutil.disk_usage(folder()).free >= _LEAST_FREE_BYTES
         except OSError:
@@ -122,7 +122,7 @@ class Journal:
         if (path := self.path) is not None:
             try:
                 self._file = path.open("a", encoding="utf-8")
-                flock(self._file, LOCK_EX | LOCK_NB)
+                _lock(self._file)
                 if self._file.tell() == 0:
                     self._write({"schema": SCHEMA, "settings": self._settings})
                 else:
@@ -177,6 +177,16 @@ class Journal:
         assert self._file is not None
         self._file.write(json.dumps(entry) + "\n")
         self._file.flush()
+
+
+def _lock(file: IO[Any]) -> None:
+    """Raises BlockingIOError where another process has the file; some file systems have no locks."""
+    try:
+        flock(file, LOCK_EX | LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError:
+        pass
 
 
 def _settings_in(path: Path) -> list[Settings]:
