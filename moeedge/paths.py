@@ -11,7 +11,6 @@ from pathlib import Path
 from moeedge.errors import InputError, ModelFileError
 
 DISK_FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})  # values of OSError.errno
-_MOST_TEXT_BYTES = 1 << 26
 _PACKAGE = Path(__file__).resolve().parent
 _MODELS = _PACKAGE.parent / "models"  # in a checkout (editable install)
 _IN_WHEEL = _PACKAGE / "bundled"
@@ -100,13 +99,13 @@ def children(folder: Path) -> list[Path]:
     return []
 
 
-def read_text(path: Path, hint: str = "") -> str:
-    """The text of a user's UTF-8 file of at most 64 MiB. Raises InputError where it cannot be read."""
+def read_text(path: Path, hint: str = "", *, most_bytes: int | None = 1 << 26) -> str:
+    """The text of a user's UTF-8 file of at most so many bytes. Raises InputError where it cannot be read."""
     try:
         with path.open("rb") as file:  # in part, so that a device or a model's file does not fill the memory
-            data = file.read(_MOST_TEXT_BYTES + 1)
-        if len(data) > _MOST_TEXT_BYTES:
-            raise InputError(f"{path} is too large: a text has at most {_MOST_TEXT_BYTES >> 20} MiB.", hint)
+            data = file.read(-1 if most_bytes is None else most_bytes + 1)
+        if most_bytes is not None and len(data) > most_bytes:
+            raise InputError(f"{path} is too large: a text has at most {most_bytes >> 20} MiB.", hint)
         return data.decode().replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         what = f"byte {error.start:,} is {error.object[error.start]:#04x}"

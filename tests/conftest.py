@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import pytest
 
-import moeedge.cli.chat  # noqa: F401  its declarations make the settings of a chat
+import moeedge.cli.chat_options  # noqa: F401  its declarations make the settings of a chat
 from moeedge import paths
 from moeedge.cli.app import environment_kept
 from moeedge.errors import ModelFileError

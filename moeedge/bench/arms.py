@@ -80,7 +80,7 @@ class Pass:
     modes: tuple[BenchMode, ...]
     repeated: str | None = None  # label of a mode
     works: Sequence[Work] = ()
-    is_measured: bool = False  # to its end, or until the run was cancelled
+    is_measured: bool = False  # entirely, or until it was cancelled or failed
     arms: list[BenchArm] = field(default_factory=list)
     ends: dict[str, dict[str, Any]] = field(default_factory=dict)  # fields of Setup, by label
     perplexity: dict[str, Perplexity] = field(default_factory=dict)  # of modes with our backend and drafts, by label

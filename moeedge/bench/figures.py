@@ -171,10 +171,11 @@ def over_best_stock(own: Samples, stock: Sequence[Samples]) -> tuple[StockRatio,
     parts = [measured(category, np.flatnonzero(of_turn == category)) for category in categories]
     low, high = None, None
     mean = float(np.mean([part.ratio for part, _ in parts]))
-    margins = [(part.high - part.low) / 2 for part, _ in parts if part.low is not None and part.high is not None]
+    # of the logarithm of each part, by its share of the mean
+    margins = [math.log(part.high / part.ratio) * part.ratio / mean / len(parts) for part, _ in parts if part.high]
     if len(margins) == len(parts) and min(part.n_turns for part, _ in parts) <= len(_STUDENT):
-        margin = float(np.sqrt(np.square(margins).sum())) / len(parts)
-        low, high = mean - margin, mean + margin
+        margin = float(np.sqrt(np.square(margins).sum()))
+        low, high = mean * math.exp(-margin), mean * math.exp(margin)
     elif len(margins) == len(parts):
         low, high = np.percentile(np.mean([drawn for _, drawn in parts], axis=0), _PERCENTILES).tolist()
     return (total, *(part for part, _ in parts), StockRatio(MEAN, mean, low, high, "", len(keys)))

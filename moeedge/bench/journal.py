@@ -100,7 +100,7 @@ class Journal:
         if name == LAST:  # of this command: lab rivals keeps its files there, too
             alike = (file for file in reversed(_files()) if _settings_in(file)[0].keys() == settings[0].keys())
             path = next(alike, _files()[-1])
-        lines, head = read_text(path, _HINT).splitlines(), None
+        lines, head = read_text(path, _HINT, most_bytes=None).splitlines(), None
         with suppress(ValueError):
             head = read_json(lines[0]) if lines else None
         if not isinstance(head, dict) or head.get("schema") != SCHEMA or "settings" not in head:

@@ -29,7 +29,7 @@ from moeedge.bench.config import (
 from moeedge.bench.journal import Journal, folder, settings_of
 from moeedge.bench.records import BenchRow
 from moeedge.bench.runner import Bench
-from moeedge.cli.bench import BenchOptions
+from moeedge.cli.bench_options import BenchOptions
 from moeedge.cli.common import EXIT_FAILURE, accept_any_text, print_error
 from moeedge.cli.engine_options import expect_no_companions, layer_notes, make_budget
 from moeedge.cli.options import Output, parse_number
@@ -289,7 +289,7 @@ def measure(
                 if not finished:
                     break
         except MoeedgeError:
-            if journal.has_samples:
+            if journal.has_samples and journal.path is not None:
                 progress.note(f"An error ended the bench.{_going_on(journal)}")
             raise
         finally:  # the measured rows come out, whatever happens

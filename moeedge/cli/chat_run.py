@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 import typer
 
 from moeedge import paths
-from moeedge.cli.chat import ChatOptions, TemplateOptions
+from moeedge.cli.chat_options import ChatOptions, TemplateOptions
 from moeedge.cli.common import accept_any_text
 from moeedge.cli.engine_options import layer_notes
 from moeedge.cli.model_files import ModelFiles, resolve_models

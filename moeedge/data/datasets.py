@@ -234,12 +234,12 @@ def _load_entry(entry: DatasetEntry, offline_sample: bool) -> Dataset:
 
 def _read(name: str, path: Path, parse: parsers.Parser, place: Place, variant: str, **facts: Any) -> Dataset:
     prompts = [parse(row) for row in parsers.read_rows(path)]
-    given, taken = {prompt.id for prompt in prompts}, set[str]()
+    taken, n_seen = {prompt.id for prompt in prompts}, Counter[str]()
     for index, prompt in enumerate(prompts):  # ids must be unique: answers refer to prompts by id
-        new, n = prompt.id, 1
-        while new in taken or (n > 1 and new in given):
-            n += 1
-            new = f"{prompt.id}#{n}"
+        new, n_seen[prompt.id] = prompt.id, n_seen[prompt.id] + 1
+        while new in taken and n_seen[prompt.id] > 1:
+            new = f"{prompt.id}#{n_seen[prompt.id]}"
+            n_seen[prompt.id] += new in taken
         taken.add(new)
         prompts[index] = replace(prompt, id=new)
     digest = hashlib.sha256(path.read_bytes()).hexdigest()

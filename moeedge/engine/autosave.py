@@ -7,6 +7,7 @@ file without a lock is the rest of a chat that ended unexpectedly.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -180,7 +181,12 @@ def remove(chat: UnfinishedChat) -> None:
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Holds the lock of a file. Raises OSError where its process lives, or where it is gone."""
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)  # NFS locks only what may be written
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EROFS):
+            raise
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not path.exists():  # removed by the process that held the lock

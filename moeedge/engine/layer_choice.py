@@ -123,7 +123,7 @@ def session_conditions(config: EngineConfig, device: ResolvedDevice) -> dict[str
         "models": [_identity(path) for path in (config.model, config.draft) if path is not None],
         "device": device.label,
         "threads": config.n_threads,
-        "gamma": (config.gamma, config.auto_gamma, config.draft_p_min),
+        "gamma": (config.gamma, config.auto_gamma),
         "n_gpu_layers": config.n_gpu_layers,
         **changed,
     }

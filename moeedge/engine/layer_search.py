@@ -63,7 +63,13 @@ def open_session(config: EngineConfig, *, draft_model: Model | None = None, run:
         placement = replace(config.placement, calibrate_later=False, governed=False)
         gamma = min(config.gamma, DEFAULT_GAMMA) if config.auto_gamma else config.gamma
         measured = replace(
-            config, cpu_fallback=False, expert_budget=None, auto_gamma=False, gamma=gamma, placement=placement
+            config,
+            cpu_fallback=False,
+            expert_budget=None,
+            auto_gamma=False,
+            gamma=gamma,
+            draft_p_min=0.0,
+            placement=placement,
         )
         choice = _Search(measured, device, draft_model, run).run()
         if choice is not None:

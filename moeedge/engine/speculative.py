@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -112,24 +113,27 @@ class SpeculativeLoop:
 
     def attempt(self, work: Callable[..., _Result], *arguments: Any) -> _Result:
         """The result of `work`, repeated where a GPU fails and answers can go on; an error leaves texts as before."""
-        positions = [(text.sampler, text.sampler.state) for text in self.texts]
+        positions = [(text, text.sampler.state, len(text.history)) for text in self.texts]
 
         def go_back() -> None:
-            for sampler, position in positions:
-                sampler.state = position
+            for text, state, n_tokens in positions:
+                if len(text.history) == n_tokens:
+                    text.sampler.state = state
 
         try:
-            return work(*arguments)
-        except DeviceFailedError as error:
-            if self.recover is None:
-                raise
-            self.recover(error)
+            try:
+                return work(*arguments)
+            except DeviceFailedError as error:
+                if self.recover is None:
+                    raise
+                self.recover(error)
+                go_back()
+                return work(*arguments)
+        except MoeedgeError as error:
             go_back()
-            return work(*arguments)
-        except MoeedgeError:
-            go_back()
-            for text in self.texts:  # some may have accepted tokens that are in no history
-                text.restore(goes_on=True)
+            for text in self.texts if not isinstance(error, DeviceFailedError) else ():
+                with suppress(MoeedgeError):  # some may have accepted tokens that are in no history
+                    text.restore(goes_on=True)
             raise
 
     def timed_step(self, gammas: Sequence[int]) -> tuple[list[StepRecord], dict[str, float]]:

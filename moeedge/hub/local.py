@@ -330,7 +330,7 @@ def plan_removal(catalog: Catalog, name: str) -> Removal:
     else:
         repo, label, folders = choice.repo, str(choice), _folders_of(choice)
         files = [file for model in find_reference(choice) for file in model.files]
-        is_entire_repo = not choice.file and not choice.quant
+        is_entire_repo = not choice.file and not choice.quant and choice.revision == "main"
         unfinished = [blob for owner, blob in unfinished_downloads() if is_entire_repo and owner == repo]
     links = [link for folder in folders for file in files if (link := folder / file).exists()]
     blobs = {link.resolve() for link in links} | {blob for blob in unfinished if blob.is_file()}
@@ -339,7 +339,7 @@ def plan_removal(catalog: Catalog, name: str) -> Removal:
     if not links and not removable:
         hint = "moeedge list shows those that are."
         if any(owner == repo for owner, _ in unfinished_downloads()):
-            hint = f"moeedge rm hf:{repo} removes the unfinished downloads of its repository."
+            hint = f"moeedge rm hf:{repo} removes all of its repository, unfinished downloads included."
         raise ModelNameError(f"{label} is not on this machine.", hint)
     return Removal(label, tuple(links), tuple(removable), sum(size_of(blob) for blob in removable))
 

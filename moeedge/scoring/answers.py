@@ -200,7 +200,7 @@ def score_answer(reference: Reference, answer: str, *, run_code: bool = False) -
         try:
             result = run_python(program, timeout_s=reference.timeout_s)
         except SandboxError as error:  # what is measured is not lost
-            return Score(None, error.message)
+            return Score(None, f"{error.message} {error.hint}".strip())
         return Score(float(result.passed), result.reason)
     if reference.scorer == "rouge-l":
         rouge = rouge_scorer()

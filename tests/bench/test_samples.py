@@ -176,6 +176,8 @@ def test_each_category_has_its_own_fastest_stock_mode() -> None:
     # two turns, with ratios of 0.5 and 1: Student's t of one degree of freedom says next to nothing
     margin = 12.706 * math.log(2) / 2**0.5 / 2**0.5
     assert (found[2].low, found[2].high) == pytest.approx((0.75 * math.exp(-margin), 0.75 * math.exp(margin)))
+    margin *= 0.75 / (2.0 + 0.75)  # its share of the mean
+    assert (found[3].low, found[3].high) == pytest.approx((1.375 * math.exp(-margin), 1.375 * math.exp(margin)))
 
 
 def test_the_interval_of_more_ratios_than_the_table_has_is_that_of_its_last_entry() -> None:

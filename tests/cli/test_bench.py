@@ -9,16 +9,19 @@ import os
 import signal
 import subprocess
 import sys
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from moeedge.bench.config import SyntheticTest
+from moeedge.bench.journal import Journal
 from moeedge.cli import bench_run
-from moeedge.cli.bench import _gpu_layers, sizes
+from moeedge.cli.bench_options import _gpu_layers, sizes
 from moeedge.cli.bench_run import make_bench_plan
 from moeedge.engine.types import EngineConfig
-from moeedge.errors import InputError
+from moeedge.errors import EngineError, InputError
 from moeedge.native.abi import Phase
 from tests.bench.recording import RecordedBench, Recorder
 from tests.support.commands import SIGNALS, refused, run, run_json
@@ -44,6 +47,27 @@ def scored(tmp_path: Path) -> Path:
     path = tmp_path / "own.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def test_an_error_hides_no_row_that_was_measured(
+    tiny_moe: Path, talk: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["bench", "-m", tiny_moe, "-md", "none", "--dataset", talk, "-n", "4", "-r", "3", "-t", "1", "-o", "json"]
+    add, calls = Journal.add, count(1)
+
+    def failing(self: Journal, *place: Any) -> None:
+        add(self, *place)
+        if next(calls) == 8:  # 3 turns, 2 modes
+            raise EngineError("the device is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "add", failing)
+        result = run(*command)
+    rows = json.loads(result.stdout)
+    assert result.exit_code == 1 and "the device is gone" in result.stderr and "--resume" in result.stderr
+    assert {len(row["samples"]) for row in rows} == {3} and len(rows) == 2  # whole repetitions
+    again = run_json(*command, "--resume")
+    assert {len(row["samples"]) for row in again} == {9}
 
 
 @pytest.mark.parametrize(("signum", "code"), SIGNALS)

@@ -17,7 +17,7 @@ import typer
 from typer.testing import CliRunner
 
 from moeedge.cli import chat_run
-from moeedge.cli.chat import SamplingOptions
+from moeedge.cli.chat_options import SamplingOptions
 from moeedge.cli.engine_options import EngineOptions
 from moeedge.cli.model_files import ModelFiles, resolve_models
 from moeedge.cli.options import flatten

@@ -106,7 +106,7 @@ def _talk() -> Any:
     """A chat of a scripted user; measured figures are left out."""
     from rich.console import Console
 
-    import_module("moeedge.cli.chat")  # its declarations make the settings
+    import_module("moeedge.cli.chat_options")  # its declarations make the settings
     types, talk = import_module("moeedge.engine.types"), import_module("moeedge.engine.conversation")
     out, err, left = io.StringIO(), io.StringIO(), iter(LINES)
     settings = import_module("moeedge.ui.chat.settings").Settings(types.SamplingConfig(**GREEDY), n_predict=16, gamma=3)

@@ -69,7 +69,7 @@ def screens() -> Iterator[tuple[str, Any]]:
 
 def views(recorded: set[str] | None) -> Iterator[tuple[str, Any]]:
     """Every view on values made from its types."""
-    import_module("moeedge.cli.chat")  # its declarations make the settings that a chat completes
+    import_module("moeedge.cli.chat_options")  # its declarations make the settings that a chat completes
     with scratch():
         for label, owner, function in _views(is_view):
             yield label, _call(function, owner, range(VARIANTS), WIDTHS if _has_console(function) else WIDTHS[:1])
@@ -77,7 +77,7 @@ def views(recorded: set[str] | None) -> Iterator[tuple[str, Any]]:
 
 def functions(recorded: set[str] | None) -> Iterator[tuple[str, Any]]:
     """Functions and classes of logic; recorded: the cases to call, None: all that are fast and give equal results."""
-    import_module("moeedge.cli.chat")
+    import_module("moeedge.cli.chat_options")
     with scratch():
         for owner in modules(lambda name: bool(_LOGIC.match(name))):
             room = owner.__name__.removeprefix("moeedge.")

@@ -44,6 +44,13 @@ def test_an_edit_that_is_given_up_changes_nothing(line: Line, session: Session, 
     assert talk.asked == ["one", "two"]
 
 
+def test_an_edit_that_is_given_up_sends_no_file(session: Session, tmp_path: Path) -> None:
+    file = tmp_path / "file.txt"
+    file.write_text("some text")
+    talk = Talk(session, ["one", f"/read {file}", "/edit", "", "two"], tmp_path / "chats")
+    assert talk.asked == ["one", "some text\ntwo"]
+
+
 def test_quoted_text_is_no_command(session: Session, tmp_path: Path) -> None:
     quoted = ["/usr/bin/env", "exit", "// a comment"]
     talk = Talk(session, [*(f'"""{text}"""' for text in quoted), "/edit"], tmp_path)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from moeedge.cli.bench import sizes
+from moeedge.cli.bench_options import sizes
 from moeedge.cli.common import emit, integers
 from moeedge.cli.model_files import resolve_models
 from moeedge.cli.options import Output, declare, flatten

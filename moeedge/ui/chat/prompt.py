@@ -60,6 +60,7 @@ def _bindings() -> KeyBindings:
         def edit() -> None:
             if (text := edited(buffer.text)) is not None:
                 buffer.document = Document(text.rstrip("\n"))
+                buffer.validate_and_handle()
 
         run_in_terminal(edit)
 
@@ -124,8 +125,10 @@ def edited(text: str) -> str | None:
         return click.edit(text)
     except click.ClickException as error:  # there is none, or it failed
         reason = error.message
-    except ValueError:
+    except UnicodeDecodeError:
         reason = "The editor wrote what is not UTF-8 text"
+    except (OSError, ValueError) as error:  # no temporary file, or quotes in its name that do not close
+        reason = getattr(error, "strerror", None) or str(error)
     sys.stderr.write(f"{reason}. Set EDITOR to a program that edits text.\n")
     return None
 

@@ -70,6 +70,7 @@ class Repl(Chat):
             self.conversation.undo()
         elif edited and not line.strip():
             self.say(_UNCHANGED)
+            return Next.READ
         return self._carry_out(line, is_text=is_text)
 
     def _carry_out(self, line: str, *, is_text: bool = False) -> Next:

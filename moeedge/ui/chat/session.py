@@ -38,7 +38,7 @@ def change_engine(session: Session, old: Settings, settings: Settings, *, raw: b
         session.set_draft_length(settings.gamma)
     notes: list[str] = []
     if settings.gamma not in (old.gamma, "auto", session.gamma):
-        notes.append(f"Drafts are limited to {session.gamma} tokens: the model has no more.")
+        notes.append(f"Drafts are limited to {session.gamma} tokens: the chat was opened for no more.")
     if (settings.gamma, settings.budget) != (old.gamma, old.budget):
         budget, kind = session.config.expert_budget, session.model.info  # as the chat began
         if settings.budget is not None and (budget is None or kind.n_experts == 0):
@@ -151,10 +151,11 @@ class Chat:
     replaced: str | None = field(default=None, init=False)
     # conversation, tokens of the context, messages that stay left out, so that the KV cache stays useful
     _left_out: tuple[Conversation | None, int, list[Message]] = field(default=(None, 0, []), init=False)
+    _as_opened: Settings = field(init=False)  # before any /set
     _save_failed: bool = field(default=False, init=False)  # and the user was told
 
     def __post_init__(self) -> None:
-        self.settings = settings_of(self.session, self.settings)
+        self.settings = self._as_opened = settings_of(self.session, self.settings)
         self.autosave = Autosave(self.folder, origin_of(self.session, raw=self.raw))
 
     @property
@@ -192,6 +193,8 @@ class Chat:
         if settings.ctx != self.settings.ctx:
             return self._resize(settings)
         lines = change_engine(self.session, self.settings, settings, raw=self.raw)
+        if settings.gamma not in (self.settings.gamma, "auto"):
+            settings = replace(settings, gamma=self.session.gamma)
         self.settings = settings
         return lines
 
@@ -256,8 +259,10 @@ class Chat:
         info, before = self.session.info, self.settings
         self.settings = self._prepared(settings_of(self.session, before))
         lines = self.apply(replace(self.settings, context_shift=before.context_shift))
-        if changed := [name for name in ("gamma", "ctx") if getattr(self.settings, name) != getattr(before, name)]:
-            lines.append(f"As the chat began, not as /set: {' and '.join(changed)}.")
+        was_set = [name for name in ("gamma", "ctx") if getattr(before, name) != getattr(self._as_opened, name)]
+        self._as_opened = self.settings
+        if was_set:
+            lines.append(f"No longer as /set: {' and '.join(was_set)}.")
         self.begun = []
         self.autosave.begin_anew(origin_of(self.session, raw=self.raw))
         return [f"Model: {info.model}.", experts_line(info), *warnings_of(info), *lines]
