@@ -130,10 +130,11 @@ class SpeculativeLoop:
                 go_back()
                 return work(*arguments)
         except MoeedgeError as error:
-            go_back()
-            for text in self.texts if not isinstance(error, DeviceFailedError) else ():
-                with suppress(MoeedgeError):  # some may have accepted tokens that are in no history
-                    text.restore(goes_on=True)
+            if not (isinstance(error, DeviceFailedError) or self.target.is_closed):
+                go_back()
+                for text in self.texts:  # some may have accepted tokens that are in no history
+                    with suppress(MoeedgeError):
+                        text.restore(goes_on=True)
             raise
 
     def timed_step(self, gammas: Sequence[int]) -> tuple[list[StepRecord], dict[str, float]]:
