@@ -20,7 +20,7 @@ _SPEED = "decoding speed / stock-ar's"
 
 def draw(rows: Sequence[BenchRow], path: Path) -> bool:
     """Draws what the run compares. Returns False without figures. Raises InputError for an unwritable file."""
-    rows = trusted(rows)
+    rows = _trusted(rows)
     plots = next(
         filter(None, (make(rows) for make in (batch_plots, speculation_plots, _plots_of_lists, cache_plots))), []
     )
@@ -38,7 +38,7 @@ def _plots_of_lists(rows: Sequence[BenchRow]) -> list[Plot]:
     return default_plots(rows, lambda row: row.label) if rows else []
 
 
-def trusted(rows: Sequence[BenchRow]) -> list[BenchRow]:
+def _trusted(rows: Sequence[BenchRow]) -> list[BenchRow]:
     """The rows without the ratios of disturbed ones, which the tables withhold, too."""
     return [_without_ratios(row) if row.disturbed else row for row in rows]
 

@@ -12,7 +12,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from moeedge.policies import utility
-from moeedge.policies.utility import Boundaries, UtilityConfig
+from moeedge.policies.base import CacheShape
+from moeedge.policies.utility import Boundaries, ExpectedWorkload, UtilityConfig, _affine
+from tests.support.costs import cost_model
 
 
 @dataclass
@@ -111,3 +113,24 @@ def test_observe_leaves_its_arguments_alone_and_refuses_other_shapes() -> None:
     assert later.counts.tolist() == [[9, 0], [4, 1]]
     with pytest.raises(ValueError, match="shape"):
         utility.observe(state, np.zeros((3, 2), dtype=int), config)
+
+
+def test_layers_without_experts_leave_the_workload_alone() -> None:
+    """They have no pairs that the CPU could compute, so no more uploads fit the time of a step."""
+    costs = cost_model(1e-3, 1e-4, 5e-3, draft_token_s=0.0)
+    score = np.random.default_rng(0).uniform(0.2, 1.5, (4, 8)).astype(np.float32)
+
+    def solved(group: list[int]) -> int | None:
+        shape = CacheShape(len(group), 8, np.array(group, dtype=np.int32), np.array([16], dtype=np.int32))
+        padded = np.zeros((len(group), 8), dtype=np.float32)
+        padded[np.array(group) >= 0] = score
+        return ExpectedWorkload(shape, 4, costs, 4).solve(padded, padded, 8.0)[1]
+
+    assert solved([0, 0, 0, 0]) == solved([-1, 0, -1, 0, 0, -1, 0])
+
+
+def test_the_line_of_a_convex_curve_is_the_best_through_zero() -> None:
+    tokens = np.arange(1, 10.0)
+    fixed, slope = _affine(np.r_[0.0, tokens**2])
+    errors = [float(np.square(tokens**2 - trial * tokens).sum()) for trial in (slope * 0.99, slope, slope * 1.01)]
+    assert fixed == 0.0 and errors[1] == min(errors)

@@ -183,7 +183,8 @@ def test_another_model_goes_on_with_the_conversation(switch: ModelSwitch, tiny: 
         on_exit.append(left)
 
     first = switch.session
-    talk = switched(switch, ["tell me", f"/model {other}", "and?", peek, "/model"], tmp_path)
+    talk = switched(switch, ["tell me", "/set gamma 1", f"/model {other}", "and?", peek, "/model"], tmp_path)
+    assert "No longer as /set: gamma." in talk.err
     assert first.target.is_closed and not switch.session.target.is_closed
     assert [turn.info.architecture for turn in talk.repl.turns] == ["qwen3moe", "glm4moe"]
     assert talk.asked == ["tell me", "and?"]

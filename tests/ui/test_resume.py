@@ -183,3 +183,11 @@ def test_every_change_is_on_disk(session: Session, tmp_path: Path) -> None:
         script += [line, look]
     assert Talk(session, script, tmp_path).code == 0
     assert n_seen == [2, 2, 4, 4, 4, 0, 2]
+
+
+def test_settings_that_cannot_be_read_are_told(session: Session, tmp_path: Path) -> None:
+    cut_off(session, tmp_path, 3, settings=GREEDY)
+    (file,) = tmp_path.glob("*.jsonl")
+    file.write_text(file.read_text().replace('"n_predict": 12', '"n_predict": "many"'))
+    talk = Talk(session, ["/resume"], tmp_path)
+    assert "settings cannot be read" in talk.err and talk.repl.settings.n_predict == GREEDY.n_predict

@@ -17,7 +17,7 @@ from moeedge.engine.types import SamplingConfig
 from moeedge.errors import InputError
 from moeedge.run import Run
 from moeedge.ui.chat.commands import completions, help_rows
-from moeedge.ui.chat.prompt import _CommandCompleter, block_is_open, make_reader, open_history, unquote
+from moeedge.ui.chat.prompt import _CommandCompleter, block_is_open, edited, make_reader, open_history, unquote
 from moeedge.ui.chat.settings import Settings, change, listing, names, restored
 from moeedge.ui.console import show_figures
 from moeedge.ui.figures import FigureRow
@@ -185,3 +185,12 @@ def test_an_editor_that_fails_on_a_dumb_terminal_leaves_the_message(
     read = make_reader({}, InMemoryHistory(), Run())
     assert read("a message") == ""
     assert editor in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("editor", "kept"), [("sed -i s/one/two/", "two"), ("/bin/false", None), ('"vi', None)])
+def test_the_editor_changes_the_text_or_is_told_to_fail(
+    editor: str, kept: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("VISUAL", editor)
+    text = edited("one")
+    assert (text and text.strip()) == kept and bool(capsys.readouterr().err) == (kept is None)

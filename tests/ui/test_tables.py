@@ -19,7 +19,7 @@ from moeedge.hub.remote import RemoteFile, WantedModel
 from moeedge.scheduler.disk import ReadRate
 from moeedge.ui.machine_views import print_devices, print_disk
 from moeedge.ui.model_views import download_lines, files_json
-from moeedge.ui.tables import Column, csv_text, json_text, print_table, sql_text, text_column
+from moeedge.ui.tables import Column, csv_text, json_text, markdown, print_table, sql_text, text_column
 from tests.test_decisions import DISK
 
 
@@ -127,3 +127,12 @@ def test_missing_files_as_json_and_unconfirmed_facts_in_words() -> None:
     assert [(text.startswith("draft"), "sure" in text, "confirmed" in text) for text in said] == [
         (True, True, False), (False, True, True), (True, True, False)
     ]  # fmt: skip
+
+
+def test_names_drive_neither_terminal_nor_table() -> None:
+    row = replace(ROWS[0], policy="a\x1b[31m|b\nc")
+    (line,) = markdown(COLUMNS[:1], [row]).splitlines()[2:]
+    assert "\x1b" not in line and line.count("|") - line.count("\\|") == 2
+    console = Console(file=io.StringIO(), width=80)
+    print_table(console, COLUMNS[:1], [row])
+    assert "\x1b" not in console.file.getvalue()  # type: ignore[attr-defined]

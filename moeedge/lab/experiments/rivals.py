@@ -242,8 +242,9 @@ def measure(plan: RivalPlan, variants: Sequence[Variant], journal: Journal, run:
                 if not all(tokens > 0 and 0 < seconds < math.inf for _, tokens, seconds, *_ in timed):
                     raise ValueError("it printed a time that is none")
             except (OSError, ValueError, KeyError, TypeError) as error:
-                lacks = f"its JSON lacks {error}" if isinstance(error, KeyError) else "its JSON has other types"
-                reason = lacks if isinstance(error, (KeyError, TypeError)) else str(error)
+                reason = str(error)
+                if isinstance(error, (KeyError, TypeError)):
+                    reason = f"its JSON is not as expected ({error})"
                 if not run.cancelled() and variant.rival in (OURS, STOCK):
                     raise EngineError(f"{label} failed: {reason}.", "Go on with --resume.") from None
                 failed.add(label)

@@ -155,13 +155,14 @@ class PolicyReplay:
         self._begin(batch)
         if not batch.prefill:
             self._plan_draft(batch, predictions)
-        hot = self._expected_hot()  # before plans within the step, which may change the utilities
+        # before plans within the step, which may change the utilities; all of a text's first batch is new
+        hot = None if batch.prefill or batch.is_first else self._expected_hot()
         found = self._compute(batch, predictions)
         if not batch.prefill and self._execution_model.device_only:
             self._loaded = (batch.counts > 0) & ~found
             self.stats.on_demand += np.count_nonzero(self._loaded)
             self._count_uploads(np.flatnonzero(self._loaded))
-        if not batch.prefill and not batch.is_first:  # all of a text's first batch is new
+        if hot is not None:
             right = (hot == (batch.counts > 0))[self._expert_layers]
             self.stats.judged += right.size
             self.stats.judged_right += int(np.count_nonzero(right))
@@ -244,9 +245,8 @@ class PolicyReplay:
             self.stats.bytes += int(self._expert_bytes[flat_ids // self._shape.n_experts].sum())
 
     def _expected_hot(self) -> BoolArray:
-        """The experts that the newest plan expects to be used, bool [n_layers, n_experts]; none without a plan."""
-        if self._plan is None:
-            return np.zeros_like(self.slots.resident, dtype=np.bool_)
+        """The experts that the newest plan expects to be used, bool [n_layers, n_experts]."""
+        assert self._plan is not None
         expected = self._plan.expected
         return self._plan.utility >= 1.0 if expected is None else expected >= HOT_FROM
 

@@ -137,3 +137,13 @@ def test_a_plan_carries_its_most_useful_uploads() -> None:
     counts[0, 0] = 9
     policy.observe(observation(counts))
     assert policy.plan(np.zeros((1, 6), dtype=np.uint8), []).uploads[:, 1].tolist() == [1, 4]
+
+
+def test_unused_experts_stay_cold_with_one_draft() -> None:
+    """floor(1 / 2) is 0, and with boundaries of 0 no change would count as a rise."""
+    policy = make_policy("spac-paper", SHAPES[0], PolicyConfig(gamma=1, cap=PAPERS_CAP))
+    counts = np.zeros((N_LAYERS, N_EXPERTS), dtype=np.uint32)
+    counts[:, 0] = 2
+    for _ in range(6):
+        policy.observe(observation(counts))
+    assert not policy.plan(np.zeros((N_LAYERS, N_EXPERTS), dtype=np.uint8), []).utility[:, 1:].any()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -141,6 +142,17 @@ def test_moe_infinity_follows_the_most_similar_text() -> None:
     slots = Slots(shape)
     slots.push(policy.plan(slots.resident, []))
     assert slots.resident[0, 4] and slots.resident[1, 5] and slots.resident[1, 7]
+
+
+def test_a_prompt_alone_leaves_nothing_to_moe_infinitys_next_text() -> None:
+    shape = CacheShape.uniform(1, N_EXPERTS, 4)
+    policies = [make_policy("moe-infinity", shape) for _ in range(2)]
+    policies[0].observe(replace(step_of(np.array([[[3]]], dtype=np.int32)), prefill=True))
+    for policy in policies:
+        policy.reset()
+    empty = np.zeros((1, N_EXPERTS), dtype=np.uint8)
+    first, second = (policy.plan(empty, []) for policy in policies)
+    assert np.array_equal(first.utility, second.utility)
 
 
 def test_moe_infinity_wants_near_layers_first() -> None:
