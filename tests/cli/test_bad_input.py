@@ -6,6 +6,8 @@ Values of a single option that need no model are in tests/outputs.
 from __future__ import annotations
 
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -58,8 +60,6 @@ REFUSED = {
         "-j '{'": "not JSON",
         "--grammar 'root ::= foo'": "line 1, column 10",
         "--grammar ''": "grammar is empty",
-        "--grammar 'foo ::= \"a\"'": "grammar wrong 'root'",
-        "--grammar 'root ::= root \"a\"'": "grammar wrong recursion",
         "--samplers mirostat": "min_p",
         "--samplers top_k --sampling-seq k": "cannot be used together",
         "--think on": "Leave out --think",
@@ -201,3 +201,10 @@ def test_a_file_does_not_drive_the_terminal(tiny_moe: Path, tmp_path: Path, caps
     say(stderr_console(), "\x1b[31m")
     text = capsys.readouterr().err
     assert "own." in text and "\x1b" not in text and len(text) < 4000 and text.count("\n") == 2
+
+
+@pytest.mark.parametrize(("grammar", "word"), [('foo ::= "a"', "root"), ('root ::= root "a"', "recursion")])
+def test_the_reason_of_a_grammar_is_known_before_llama_cpp_is_started(grammar: str, word: str) -> None:
+    command = [sys.executable, "-m", "moeedge", "chat", "-q", "-p", "hi", "--grammar", grammar]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 2 and word in result.stderr

@@ -339,10 +339,10 @@ def test_the_default_on_gpt_oss_20b(data_folder: Path, texts: tuple[int, int | N
     assert spac.share_of_oracle >= 0.80
 
 
-@pytest.mark.parametrize("policy", ["moe-infinity", "hybrimoe"])
-def test_what_was_expected_before_a_step_is_judged(policy: str) -> None:
+@pytest.mark.parametrize(("policy", "given"), [("moe-infinity", {}), ("hybrimoe", {"accuracy": PredictorAccuracy()})])
+def test_what_was_expected_before_a_step_is_judged(policy: str, given: dict[str, Any]) -> None:
     """Plans for single layers, within the step, leave later layers alone a utility."""
     schedule = cut_schedule(walk(60, 3, n_layers=4), gamma=4, acceptance_chance=0.8, rejected_token_model="optimistic")
-    row = rows_of(schedule, policy)[policy]
+    row = rows_of(schedule, policy, **given)[policy]
     used = [(batch.counts > 0).mean() for batch in schedule.batches() if not (batch.prefill or batch.is_first)]
-    assert row.hot_cold_accuracy != pytest.approx(1 - float(np.mean(used)), abs=1e-9)  # of "always cold"
+    assert row.hot_cold_accuracy is not None and row.hot_cold_accuracy > 1.05 - float(np.mean(used))  # of "always cold"
