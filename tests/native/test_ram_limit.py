@@ -173,9 +173,10 @@ def test_no_computation_waits_until_the_memory_is_given_back(tmp_path: Path) -> 
             cache.set_utilities(np.arange(256, dtype=np.float32).reshape(4, 64))
             found = stalls(cache, 128)
             now = resident(cache)
-            assert now[2:].sum() >= 124 and now[3, :4].any(), "also those that were used meanwhile"
-            measured.append((len(found), max(found, default=0.0)))
-            if measured[-1][0] > 20 and measured[-1][1] < 0.05:  # the copies of 128 experts let others pass
+            assert now[2:].sum() >= 124, "what was not used has moved"
+            measured.append((len(found), max(found, default=0.0), bool(now[3, :4].any())))
+            # the copies of 128 experts let others pass, and what was used meanwhile has moved, too
+            if measured[-1][0] > 20 and measured[-1][1] < 0.05 and measured[-1][2]:
                 return
     raise AssertionError(f"other programs may take the processor once: {measured}")
 

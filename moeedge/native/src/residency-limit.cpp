@@ -158,11 +158,13 @@ int residency_table::limit(int n_slots) {
         group_state &        group = groups[g];
         std::vector<int32_t> moving, below;
         list_moves(group, moving, below);
-        for (const int32_t flat_id : moving) {
-            const int32_t to = begin_move(group, flat_id, below);
-            if (to != no_slot) {
-                memory.copy((int) g, slot[flat_id], to); // of a pinned expert, so that it stays there
-                end_move(group, flat_id, to);
+        for (int turn = 0; turn < 2; turn++) { // what a computation used in the first turn moves in the second
+            for (const int32_t flat_id : moving) {
+                const int32_t to = begin_move(group, flat_id, below);
+                if (to != no_slot) {
+                    memory.copy((int) g, slot[flat_id], to); // of a pinned expert, so that it stays there
+                    end_move(group, flat_id, to);
+                }
             }
         }
         for (const auto & [begin, end] : empty_beyond((int) g)) {
