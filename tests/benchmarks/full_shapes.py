@@ -26,7 +26,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from moeedge.hardware.host import BUSY, others_now
+from moeedge.units import parse_size
 from tests.benchmarks.performance import read, repeated
+from tests.support.ballast import Ballast
 
 MOEEDGE = (sys.executable, "-m", "moeedge")
 _WAIT_S, _PAUSE_S = 120, 5  # for a quiet machine
@@ -71,6 +73,7 @@ class Step:
     words: str  # {NAME}: a model's path, {routing}, {programs} and {out} as given
     models: tuple[str, ...]
     program: tuple[str, ...] = field(default=MOEEDGE)
+    ballast: str = "0"  # memory that another process holds meanwhile
 
 
 def steps() -> list[Step]:
@@ -102,6 +105,8 @@ def steps() -> list[Step]:
     prompts = "-m {gptoss-20b-q8} --routing {routing} --rounds 5 --ballast 6GiB --prompt-tokens 512,2048 --out {out}"
     arms = "--arms stock,stock@ub1024,stock@ub2048,moeedge,moeedge@ub2048"
     made.append(Step("beyond-ram-prompts", f"{prompts} {arms}", models[:1], program))
+    words = f"lab rivals -m {{{models[0]}}} -p 512 -n 64 -r 3 -t 2 {{programs}} -o json"
+    made.append(Step("rivals-beyond-ram", words, models[:1], ballast="6GiB"))
     return made
 
 
@@ -146,6 +151,7 @@ def run_step(step: Step, options: argparse.Namespace) -> bool:
     environment = os.environ | {"GLIBC_TUNABLES": ":".join(tunables)}
     command = [*step.program, *words]
     with (
+        Ballast(parse_size(step.ballast)),
         log.open("a", encoding="utf-8") as errors,
         subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=errors, env=environment, start_new_session=True
