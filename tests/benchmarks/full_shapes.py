@@ -61,6 +61,8 @@ _TESTS = "-p 512,2,4,9,17 -n 64 -r 3 -t 2"
 _LONG = "-p 2048 -n 1 -r 3 -t 2 --no-warmup"  # apart, as it takes most of the time
 _FLOORS = "-p 512,2048,9 -n 64 -r 3 -t 2"
 _ACCEPT = "-n 64 -r 3 -t 2 -b 64 -ub 64 -dev none --ram off -o json"
+_TEXTS = "bench -md none -dev none --modes stock-ar,moeedge-ar --parallel 1,2,4,8 --dataset toy --limit 16 -n 32 -t 2"
+_BUDGETS = {"gptoss-20b": "12,16,24", "qwen3-30b": "24,32,48"}  # of 32 and 128 experts
 _RATES, _DRAFTS = ".5,.7,.8,.9", ("fifth", "tenth", "head", "ngram")
 _ARMS = "stock@t2,stock@t4,stock@t8,moeedge,moeedge-auto"
 
@@ -98,6 +100,10 @@ def steps() -> list[Step]:
             words = f"bench -m {{{name}}} -md {kind if is_free else f'{{{draft}}}'} {_ACCEPT} --accept {_RATES}"
             words += f" --modes {modes}"
             made.append(Step(f"accept-{name}-{kind}", words + " --routing {routing}" * (name == "gptoss-20b"), models))
+    for name, budgets in _BUDGETS.items():
+        made.append(Step(f"texts-{name}", f"{_TEXTS} -r 3 --ignore-eos -o json -m {{{name}}}", (name,)))
+        words = f"bench -m {{{name}}} -md {{{name}-fifth}} {_ACCEPT} --accept .8 --draft-max 8 --expert-budget {budgets}"
+        made.append(Step(f"budget-{name}", words, (name, f"{name}-fifth")))
     beyond = "-m {gptoss-20b-q8} -md {gptoss-20b-fifth} --routing {routing} -n 512 --rounds 5 --ballast 6GiB"
     program = (sys.executable, "-m", "tests.benchmarks.beyond_ram")
     models = ("gptoss-20b-q8", "gptoss-20b-fifth")
