@@ -87,6 +87,12 @@ def test_beyond_ram_has_the_rounds_under_recorded_routing() -> None:
     assert f", {rates})" in text and f"{rates}, {found[1][0]:.2f} ({found[1][1]:.2f})" in _README
     plain = "{:.2f} tokens/s, {:.2f} times stock with its best number of threads in the round ({:.2f} to {:.2f})"
     assert plain.format(*found[0]) in _README
+    pairs = over_stock_by_round(read(_RECORDS / "beyond-ram-gptoss-20b-older.json.gz"))
+    before = [median(pairs[f"{arm} tg"]) for arm in _BEYOND_RAM_ARMS]
+    assert (
+        "{:.2f} and {:.2f} times; ".format(*before) in text
+        and "With 0.23.0: {:.2f}, {:.2f} (".format(*before) in _README
+    )
     older = {row["arm"]: row["decode_ts"] for row in read(_RECORDS / "beyond-ram-gptoss-20b-round.json.gz")["summary"]}
     before = [older[arm] / max(older[name] for name in stock) for arm in _BEYOND_RAM_ARMS]
     assert "{:.2f} and {:.2f} times |".format(*before) in text and "{:.2f}, {:.2f}.".format(*before) in _README

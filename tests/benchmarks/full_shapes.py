@@ -102,7 +102,9 @@ def steps() -> list[Step]:
             made.append(Step(f"accept-{name}-{kind}", words + " --routing {routing}" * (name == "gptoss-20b"), models))
     for name, budgets in _BUDGETS.items():
         made.append(Step(f"texts-{name}", f"{_TEXTS} -r 3 --ignore-eos -o json -m {{{name}}}", (name,)))
-        words = f"bench -m {{{name}}} -md {{{name}-fifth}} {_ACCEPT} --accept .8 --draft-max 8 --expert-budget {budgets}"
+        words = (
+            f"bench -m {{{name}}} -md {{{name}-fifth}} {_ACCEPT} --accept .8 --draft-max 8 --expert-budget {budgets}"
+        )
         made.append(Step(f"budget-{name}", words, (name, f"{name}-fifth")))
     beyond = "-m {gptoss-20b-q8} -md {gptoss-20b-fifth} --routing {routing} -n 512 --rounds 5 --ballast 6GiB"
     program = (sys.executable, "-m", "tests.benchmarks.beyond_ram")

@@ -211,6 +211,7 @@ def test_pinned_experts_stay_until_they_are_released(experts: ExpertFile) -> Non
         assert_balanced(cache)
 
 
+@pytest.mark.flaky(reruns=2)
 def test_a_new_plan_replaces_the_queue(experts: ExpertFile) -> None:
     rate = experts.expert_bytes / 0.2
     with ExpertCache(experts.config(1.0, link_bytes_per_s=rate)) as cache:
