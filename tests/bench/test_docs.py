@@ -8,7 +8,7 @@ import json
 import re
 from dataclasses import fields
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ from moeedge.bench.quality import NEAR_TIE_GAP
 from moeedge.data.datasets import CATALOG, load_dataset
 from moeedge.lab.analysis.draft_surface import surface_points
 from moeedge.scoring.answers import SCORERS, Reference
+from tests.benchmarks.decision_regret import DECISIONS
 from tests.benchmarks.performance import (
     draft_cost,
     is_within,
@@ -96,6 +97,22 @@ def test_beyond_ram_has_the_rounds_under_recorded_routing() -> None:
     older = {row["arm"]: row["decode_ts"] for row in read(_RECORDS / "beyond-ram-gptoss-20b-round.json.gz")["summary"]}
     before = [older[arm] / max(older[name] for name in stock) for arm in _BEYOND_RAM_ARMS]
     assert "{:.2f} and {:.2f} times |".format(*before) in text and "{:.2f}, {:.2f}.".format(*before) in _README
+
+
+def test_performance_has_the_ratios_of_expert_budgets() -> None:
+    rows = [row for row in read(_RECORDS / "budget-gptoss-20b-zen4.json.gz") if row["mode"] == "moeedge"]
+    (plain,) = (row["tg_ts_samples"] for row in rows if row["budget"] is None)
+    pairs = [zip(row["tg_ts_samples"], plain, strict=True) for row in rows if row["budget"]]
+    ratios = ", ".join(f"{median(own / other for own, other in each):.2f}" for each in pairs)
+    assert f"{ratios} times as fast as none" in (_DOCS / "performance.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_the_log_has_the_regret_of_all_decisions() -> None:
+    text = (_DOCS / "log.md").read_text(encoding="utf-8")
+    for decision, streams in DECISIONS.items():
+        found = [100 * lost for _, lost in streams()]
+        assert f"{mean(found):.1f}, {max(found):.1f}" in text, decision
 
 
 @pytest.mark.parametrize("name", ["greedy-soak", "greedy-soak-avx2", "greedy-soak-rpc"])

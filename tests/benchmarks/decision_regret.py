@@ -87,7 +87,7 @@ def once(choose: Choose) -> Iterator[tuple[str, float]]:
 
 def disk_reads() -> Iterator[tuple[str, float]]:
     """Of three passes; up to 5 % are given up for fewer and smaller requests."""
-    text = (draft_chains.RECORD.with_name("disk-rates.json")).read_text(encoding="utf-8")
+    text = draft_chains.RECORD.with_name("disk-rates.json").read_text(encoding="utf-8")
     recorded = parse_measurement(DiskCalibration, text)
     true = {(rate.depth, rate.piece_bytes): rate.bytes_per_s for rate in recorded.rates}
     for noise in _NOISES:

@@ -26,7 +26,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from moeedge.hardware.host import BUSY, others_now
-from moeedge.units import parse_size
 from tests.benchmarks.performance import read, repeated
 from tests.support.ballast import Ballast
 
@@ -75,7 +74,7 @@ class Step:
     words: str  # {NAME}: a model's path, {routing}, {programs} and {out} as given
     models: tuple[str, ...]
     program: tuple[str, ...] = field(default=MOEEDGE)
-    ballast: str = "0"  # memory that another process holds meanwhile
+    ballast_bytes: int = 0  # memory that another process holds meanwhile
 
 
 def steps() -> list[Step]:
@@ -114,7 +113,7 @@ def steps() -> list[Step]:
     arms = "--arms stock,stock@ub1024,stock@ub2048,moeedge,moeedge@ub2048"
     made.append(Step("beyond-ram-prompts", f"{prompts} {arms}", models[:1], program))
     words = f"lab rivals -m {{{models[0]}}} -p 512 -n 64 -r 3 -t 2 {{programs}} -o json"
-    made.append(Step("rivals-beyond-ram", words, models[:1], ballast="6GiB"))
+    made.append(Step("rivals-beyond-ram", words, models[:1], ballast_bytes=6 << 30))
     return made
 
 
@@ -159,7 +158,7 @@ def run_step(step: Step, options: argparse.Namespace) -> bool:
     environment = os.environ | {"GLIBC_TUNABLES": ":".join(tunables)}
     command = [*step.program, *words]
     with (
-        Ballast(parse_size(step.ballast)),
+        Ballast(step.ballast_bytes),
         log.open("a", encoding="utf-8") as errors,
         subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=errors, env=environment, start_new_session=True

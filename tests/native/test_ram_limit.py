@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -141,6 +142,22 @@ def test_what_is_on_its_way_goes_as_it_arrives(wide: Path) -> None:
         assert all(map(np.array_equal, decode(context), expected)), "that of a wanted one after its use"
         assert cache.drain(30.0)
         assert cache.stats().slots_used == resident(cache).sum() <= 8
+
+
+@pytest.mark.flaky(reruns=2)
+def test_what_is_used_as_its_turn_comes_moves_in_the_next(tmp_path: Path) -> None:
+    """It is the most useful of all, so that its turn comes before the copies of 124 others."""
+    model = write_experts(tmp_path / "experts.bin", n_layers=4, n_experts=64, width=512, sparse=True)
+    with ExpertCache(model.config(1.0, device="ram")) as cache:
+        load_all(cache)
+        cache.set_utilities(np.arange(256, dtype=np.float32).reshape(4, 64))
+        slots = acquire(cache, 3, range(60, 64))
+        thread = Thread(target=cache.limit, args=(128,))
+        thread.start()
+        time.sleep(0.005)
+        release(cache, 3, slots)
+        thread.join()
+        assert resident(cache)[3, 60:].all()
 
 
 def stalls(cache: ExpertCache, n_slots: int) -> list[float]:
