@@ -58,6 +58,7 @@ MODELS |= {
 }
 _TESTS = "-p 512,2,4,9,17 -n 64 -r 3 -t 2"
 _LONG = "-p 2048 -n 1 -r 3 -t 2 --no-warmup"  # apart, as it takes most of the time
+_FEW = "-p 2,4,9,17 -n 64 -r 6 --samples 4 -t 2"  # whose samples are short, where memory has two speeds
 _FLOORS = "-p 512,2048,9 -n 64 -r 3 -t 2"
 _ACCEPT = "-n 64 -r 3 -t 2 -b 64 -ub 64 -dev none --ram off -o json"
 _TEXTS = "bench -md none -dev none --modes stock-ar,moeedge-ar --parallel 1,2,4,8 --dataset toy --limit 8 -n 32 -t 2"
@@ -78,8 +79,9 @@ class Step:
 
 
 def steps() -> list[Step]:
+    tests_of = {"": _TESTS, "-long": _LONG, "-few": _FEW}
     made = [Step(f"rivals-{name}{kind}", f"lab rivals -m {{{name}}} {tests} {{programs}} -o json", (name,))
-            for kind, tests in (("", _TESTS), ("-long", _LONG)) for name in ("gptoss-20b", "qwen3-30b")]  # fmt: skip
+            for kind, tests in tests_of.items() for name in ("gptoss-20b", "qwen3-30b")]  # fmt: skip
     for quant in QUANTS:
         name = f"qwen3-30b-{_N_FLOOR_LAYERS}-{quant}"
         made.append(Step(f"floors-{quant}", f"lab rivals -m {{{name}}} {_FLOORS} {{programs}} -o json", (name,)))

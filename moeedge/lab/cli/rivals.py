@@ -37,6 +37,7 @@ declare(
     -p, --n-prompt LIST  Prompts of N random tokens: a row ppN for each N.
     --n-predict N  Tokens decoded one by one: a row tgN.
     --repetitions N  Processes of each program and setting, of which the median counts.
+    --samples N  Samples of each test in a process: more for tests that take little time.
     --no-warmup  Measure at once: otherwise each process runs each test twice, which takes long with long prompts.
     --resume FILE  Go on with an interrupted run: the same command, and the file that it named.
     []
@@ -47,6 +48,7 @@ declare(
     **dict.fromkeys(("llama_bench", "ik_llama_bench", "llama_speculative_simple", "ik_speculative"), _PROGRAM),
     n_predict={"least": 1},
     repetitions={"least": 1},
+    samples={"least": 1},
 )
 
 

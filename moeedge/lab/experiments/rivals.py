@@ -37,7 +37,6 @@ _COPY = 1.05  # memory of a copied model, in sizes of its file
 _SLOWER = 1.15  # settings that are slower than others of their program by this in every test are measured once
 _DECODED = re.compile(r"decoded\s+(\d+) tokens in\s+([\d.]+) seconds")
 # fields of RivalPlan with llama-bench, and the settings that are measured; without repacking weights are as in the file
-_ONCE = ("-r", 1, "-o", "json")
 _BENCHES = [("llama_bench", LLAMA, f"--repack {on}") for on in "10"]
 _BENCHES += [("ik_llama_bench", IK, f"-fa {fa} -rtr {on}") for fa in "01" for on in "01"]
 _SIMPLE = "--spec-type draft-simple --spec-draft-n-max {} --spec-draft-n-min 0 --spec-draft-p-min {}"
@@ -128,6 +127,7 @@ class RivalPlan:
     draft_max: Sequence[int] = (1, 2, 4, 8)
     threads: int = 0
     repetitions: int = 3
+    samples: int = 1  # of each test of random tokens in a process
     no_warmup: bool = False  # nothing is computed before it is measured: a long prompt takes as long again
     # once the files are known
     target: Path = Path()
@@ -139,14 +139,15 @@ class RivalPlan:
         """The processes of a repetition. folder: gets the prompt's files. run: says what is left out."""
         sizes = ["-p", ",".join(map(str, self.n_prompt)) or 0, "-n", self.n_predict]
         for rival, mode in ((STOCK, "stock-ar"), (OURS, "moeedge-ar")):
-            yield self._ours(rival, mode, "-md", "none", *sizes)
+            yield self._ours(rival, mode, "-md", "none", *sizes, samples=self.samples)
         is_copied = fits(int(_COPY * self.target.stat().st_size))  # by -rtr 1, which does not map the file
         for path, rival, words in self._given(_BENCHES, run):
             if words.endswith("-rtr 1") and not is_copied:
                 run.say(f"{rival} {words} is left out: a copy of the model does not fit the memory.")
             else:
                 cold = ["-w", 0] if rival == IK else ["--no-warmup"]
-                command = self._command(path, *sizes, *words.split(), *cold[: 2 * self.no_warmup], "-ngl", 0, *_ONCE)
+                own = [*sizes, *words.split(), *cold[: 2 * self.no_warmup], "-ngl", 0]
+                command = self._command(path, *own, "-r", self.samples, "-o", "json")
                 # the arm "stock" is the same library with repacked weights: once shows that its loop costs nothing
                 yield Variant(rival, words, command, read_llama_bench, once=rival == LLAMA and words == "--repack 1")
         if self.draft_file is None:
@@ -170,10 +171,10 @@ class RivalPlan:
             run.say(f"There is no --{name.replace('_', '-')}: its tests are left out.")
         yield from ((path, *rest) for name, *rest in programs if (path := getattr(self, name)) is not None)
 
-    def _ours(self, rival: str, mode: str, *words: object) -> Variant:
+    def _ours(self, rival: str, mode: str, *words: object, samples: int = 1) -> Variant:
         program = (sys.executable, "-m", "moeedge", "bench")
         words = (*words, *["--no-warmup"][: self.no_warmup])
-        command = self._command(*program, *words, "--modes", mode, "-dev", "none", *_ONCE)
+        command = self._command(*program, *words, "--modes", mode, "-dev", "none", "-r", samples, "-o", "json")
         return Variant(rival, mode, command, read_bench)
 
     def _command(self, *words: object) -> tuple[str, ...]:
@@ -187,7 +188,8 @@ def read_llama_bench(output: str) -> Timed:
     for record in json.loads(output[output.index("[\n") : output.rindex("]") + 1]):
         test = f"pp{record['n_prompt']}" if record["n_prompt"] else f"tg{record['n_gen']}"
         build = f"{record['build_number']} ({record['build_commit']})"
-        yield test, record["n_prompt"] or record["n_gen"], sum(record["samples_ns"]) * 1e-9, build, None
+        samples_s = [1e-9 * sample_ns for sample_ns in record["samples_ns"]]
+        yield test, len(samples_s) * (record["n_prompt"] or record["n_gen"]), sum(samples_s), build, None
 
 
 def read_speculative(output: str) -> Timed:

@@ -43,9 +43,9 @@ import json, sys
 words = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 if words.get("-rtr") == "1":
     sys.exit("loading ...\\nno memory")
-speed = 100 - 50 * (words.get("--repack") == "0") - 20 * (words.get("-fa") == "0")
-tests = [(int(n), 0) for n in words["-p"].split(",") if int(n)] + [(0, int(words["-n"]))]
-rows = [dict(build_number=7, build_commit="abc", n_prompt=p, n_gen=g, samples_ns=[(p or g) * 10**9 // speed])
+n, speed = int(words["-r"]), 100 - 50 * (words.get("--repack") == "0") - 20 * (words.get("-fa") == "0")
+tests = [(int(p), 0) for p in words["-p"].split(",") if int(p)] + [(0, int(words["-n"]))]
+rows = [dict(build_number=7, build_commit="abc", n_prompt=p, n_gen=g, samples_ns=n * [(p or g) * 10**9 // speed])
         for p, g in tests]
 print("~ [a line of ik_llama.cpp]")
 print(json.dumps(rows, indent=2))
@@ -62,7 +62,7 @@ def fake(tmp_path: Path) -> Path:
 
 def test_the_command_takes_the_fastest_settings(tiny_moe: Path, fake: Path) -> None:
     programs = ("--llama-bench", fake, "--ik-llama-bench", fake)
-    sizes = ("-p", "8,2", "-n", 4, "-t", 1, "-r", 1)
+    sizes = ("-p", "8,2", "-n", 4, "-t", 1, "-r", 1, "--samples", 2)
     rows = run_json("lab", "rivals", "-m", tiny_moe, *sizes, *programs)
     assert not errors("rivals", rows)
     assert [row["test"] for row in rows] == ["pp8", "pp2", "tg4"]
@@ -75,6 +75,7 @@ def test_the_command_takes_the_fastest_settings(tiny_moe: Path, fake: Path) -> N
         assert row["threads"] == 1 and row["fastest"] == "stock stock-ar"
         assert row["ratio"] == pytest.approx(row["speeds"]["moeedge"] / row["speeds"]["stock"])
         assert {sample["build"] for sample in row["samples"]} == {"7 (abc)", row["version"]}
+        assert {sample["tokens"] for sample in row["samples"]} == {2 * int(row["test"][2:])}
         limits = [sample["limit_ts"] for sample in row["samples"] if sample["rival"] == "moeedge"]
         assert limits == [row["limit_ts"]] and limits[0] > 0
 
