@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-__version__ = "0.35.0"
+__version__ = "0.36.0"

@@ -1,4 +1,4 @@
-"""Loading a model without reading its experts, also where its other weights go to a GPU."""
+"""Loading a model without reading its experts, also where its other weights go to a GPU, and what leaves memory."""
 
 from __future__ import annotations
 
@@ -108,15 +108,37 @@ def test_outputs_are_the_same(wide: Path) -> None:
 def test_only_the_thread_that_loads_gets_the_other_answer() -> None:
     before = numa_answer()
     others: list[int] = []
-    with mapping.map_lazily():
+    with mapping.file_pages(unread=True):
         assert numa_answer() != before
         thread = threading.Thread(target=lambda: others.append(numa_answer()))
         thread.start()
         thread.join()
     assert [numa_answer(), *others] == [before, before]
-    with pytest.raises(RuntimeError), mapping.map_lazily():
+    with pytest.raises(RuntimeError), mapping.file_pages(unread=True):
         raise RuntimeError
     assert numa_answer() == before
+
+
+@on_linux
+@pytest.mark.parametrize("room_bytes", [0, 1 << 40])
+def test_repacked_weights_leave_memory_that_has_no_room_for_both(
+    dropped: Path, monkeypatch: pytest.MonkeyPatch, room_bytes: int
+) -> None:
+    monkeypatch.setattr("moeedge.llama.model.room_beside", lambda n_bytes: room_bytes)
+    weights = SplitWeights.read(dropped)
+    with Model.load(dropped):
+        resident = resident_pages(dropped)
+    in_table = pages_of([each for each in weights.dense if each.name == "token_embd.weight"], len(resident))
+    in_experts = pages_of(weights.experts, len(resident)) & ~pages_of(weights.dense, len(resident))
+    assert resident[in_table].all(), "it stays as it is in the file"
+    assert resident[in_experts].mean() > 0.95 if room_bytes else resident[in_experts].mean() < 0.05
+
+
+@on_linux
+def test_repacked_weights_are_the_same_where_their_pages_left(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = logits_of(wide, "loaded")
+    monkeypatch.setattr("moeedge.llama.model.room_beside", lambda n_bytes: 0)
+    assert np.array_equal(logits_of(wide, "loaded"), expected)
 
 
 @on_linux

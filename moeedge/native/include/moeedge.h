@@ -107,7 +107,7 @@ MOEEDGE_API const char * moeedge_llama_cpp_version(void);   // llama-cpp-python,
 MOEEDGE_API int          moeedge_backend_api_version(void); // compiled against
 
 // version of this header's structures and functions
-#define MOEEDGE_ABI_VERSION 30
+#define MOEEDGE_ABI_VERSION 31
 MOEEDGE_API int moeedge_abi_version(void);
 
 // registers the backend with the ggml of this process; a second call has no effect
@@ -474,6 +474,9 @@ MOEEDGE_API int moeedge_throw_on_abort(int on);
 MOEEDGE_API void * moeedge_open_gguf(const char * path);
 // on: llama.cpp maps the model files that the calling thread loads without reading them ahead; 0: as it does by default
 MOEEDGE_API int moeedge_set_lazy_mapping(int on);
+// Of the model files that the calling thread maps, weights leave memory as soon as they are repacked, if these take more than
+// n_bytes; INT64_MAX: they stay
+MOEEDGE_API int moeedge_set_repack_room(int64_t n_bytes);
 
 // planning: memory of a context that is not allocated
 
