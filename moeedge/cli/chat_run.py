@@ -7,6 +7,7 @@ import sys
 from dataclasses import asdict, replace
 
 import typer
+from rich.console import Console
 
 from moeedge import paths
 from moeedge.cli.chat_options import ChatOptions, TemplateOptions
@@ -90,14 +91,7 @@ def run_chat(options: ChatOptions, begin: LoadReading) -> int:
         warnings = [*layer_notes(config), *([busy] if busy and not options.quiet else [])]
         for line in [*notes, *prepare_answers(session, settings.sampling, settings.template, raw=options.raw)]:
             say(err, line)
-        toy = paths.is_bundled(config.model)
-        if options.quiet:
-            print_warnings(err, session.info, warnings, quiet=True)
-        elif question is not None:
-            print_header(err, session.info, toy=toy, warnings=warnings)
-        else:
-            starter, speed = load_catalog().starter() if toy else None, _measured_speed(session)
-            print_greeting(err, session.info, toy=toy, starter=starter, cache_speed=speed, warnings=warnings)
+        _print_start(session, warnings, err, quiet=options.quiet, talks=question is None)
         if question is not None:
             conversation.ask(question)
             prompt_ids = prompt_tokens(session.model, conversation, raw=options.raw, template=session.template)
@@ -128,6 +122,18 @@ def run_chat(options: ChatOptions, begin: LoadReading) -> int:
         if options.stats is not None:
             _print_stats(switch.session)
     return code
+
+
+def _print_start(session: Session, warnings: list[str], err: Console, *, quiet: bool, talks: bool) -> None:
+    """What was loaded, and with what warnings, before the first answer. talks: more than one answer is wanted."""
+    toy = paths.is_bundled(session.config.model)
+    if quiet:
+        print_warnings(err, session.info, warnings, quiet=True)
+    elif talks:
+        starter, speed = load_catalog().starter() if toy else None, _measured_speed(session)
+        print_greeting(err, session.info, toy=toy, starter=starter, cache_speed=speed, warnings=warnings)
+    else:
+        print_header(err, session.info, toy=toy, warnings=warnings)
 
 
 def _list_unfinished() -> None:

@@ -15,7 +15,8 @@ from moeedge.hardware.host import concurrent_threads
 from moeedge.llama import gguf_file
 from moeedge.llama.context import Context
 from moeedge.llama.gguf_file import adapts_experts
-from moeedge.llama.model import Model, ModelInfo
+from moeedge.llama.model import Model
+from moeedge.llama.model_info import ModelInfo
 from moeedge.llama.model_memory import choose_n_ctx
 from moeedge.llama.settings import DEFAULT_KV_TYPE, RopeSettings
 from moeedge.native.backends import PLAIN_BUFFERS

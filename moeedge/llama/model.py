@@ -1,11 +1,10 @@
-"""A loaded model: its shape, its vocabulary and its chat template."""
+"""A loaded model: its vocabulary and its chat template."""
 
 from __future__ import annotations
 
 import ctypes
 import re
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +18,7 @@ from moeedge.hardware.devices import Storage
 from moeedge.hardware.host import room_beside
 from moeedge.llama import gguf_file, library
 from moeedge.llama.dense_weights import DenseWeights, SplitWeights
+from moeedge.llama.model_info import DAMAGED, ModelInfo, check_numbers, read_info, read_metadata
 from moeedge.llama.reasoning import MODEL_TEMPLATE, ReasoningTags, TemplateChoice, find_reasoning_tags
 from moeedge.llama.settings import LoadSettings, LoraAdapter
 from moeedge.llama.text import BuiltinFormat, ChatFormat, builtin_names
@@ -36,8 +36,6 @@ _EXPERT_TENSORS = r"ffn_(\w+_)?(up|gate|down)_(ch)?exps\."
 _CONTROL_ATTRIBUTES = 1 << 0 | 1 << 3  # LLAMA_TOKEN_ATTR_UNKNOWN and _CONTROL, which parse_special finds in a text
 _TOKENIZE, _TO_PIECE = (ctypes.cast(call, ctypes.c_void_p) for call in (lib.llama_tokenize, lib.llama_token_to_piece))
 _TEXT_THREW = -(1 << 31)  # MOEEDGE_TEXT_THREW
-_WITHOUT_PRODUCT = range(24, 29)  # integers and doubles, by enum ggml_type
-_DAMAGED = "It is damaged. Download or copy it again."
 HOST = "CPU"  # ggml's name of host memory
 # with a recurrent state that llama.cpp can take back (llm_arch_supports_rs_rollback); two of them are tested
 _SNAPSHOT_ARCHITECTURES = frozenset(
@@ -52,37 +50,6 @@ class _BufferOverride(ctypes.Structure):
     """struct llama_model_tensor_buft_override of llama.h."""
 
     _fields_ = [("pattern", ctypes.c_char_p), ("buft", ctypes.c_void_p)]
-
-
-@dataclass(frozen=True)
-class ModelInfo:
-    """The shape of a model, from the file's metadata."""
-
-    architecture: str  # llama.cpp's name: qwen3moe, olmoe, gpt-oss, ...
-    n_layers: int
-    expert_layers: tuple[int, ...]  # layers with experts, ascending
-    n_experts: int  # per layer; 0: dense
-    n_expert_used: int  # per token (top-k), the most of any layer
-    n_vocab: int
-    n_ctx_train: int  # tokens
-    n_embd: int
-    n_swa: int  # tokens of the sliding attention window; 0: none
-    size_bytes: int  # of the files
-    n_params: int
-    description: str  # architecture and quantization, e.g. "qwen3moe Q4_K - Medium"
-    n_head_layers: int = 0  # blocks of the file that predict further tokens (MTP)
-    n_expert_used_by_layer: tuple[int, ...] = ()  # where the file has a number for each layer; empty: all are alike
-
-    @property
-    def n_expert_layers(self) -> int:
-        return len(self.expert_layers)
-
-    @property
-    def used_per_layer(self) -> tuple[int, ...]:
-        """Experts per token of each layer, 0 for one without experts."""
-        return self.n_expert_used_by_layer or tuple(
-            self.n_expert_used if layer in self.expert_layers else 0 for layer in range(self.n_layers)
-        )
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -180,11 +147,11 @@ class Model(Closing):
         if not handle:
             reason = library.first_error()
             raise ModelFileError(f"llama.cpp cannot load {path}: {reason}.", "Show its complete log with --verbose.")
-        info = _read_info(handle, summary, path)
+        info = read_info(handle, summary, path)
         if n_expert_used is not None:  # llama.cpp shows the file's metadata without overrides
             info = replace(info, n_expert_used=n_expert_used)
         try:
-            _check_numbers(handle, info.architecture, path)
+            check_numbers(handle, info.architecture, path)
             dense = weights.keep_dense(mapped_before, n_host_layers=n_host) if weights else None
         except BaseException:
             lib.llama_model_free(handle)
@@ -228,7 +195,7 @@ class Model(Closing):
 
     def metadata(self, key: str) -> str | None:
         """Returns a metadata value as text; None without the key."""
-        return _read_metadata(self.handle, key)
+        return read_metadata(self.handle, key)
 
     def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
         """Returns token ids. add_special: BOS/EOS if the model uses them; parse_special: <|...|> as special tokens.
@@ -251,7 +218,7 @@ class Model(Closing):
             raise self._unusable_vocabulary(f"tokenize a text of {len(data):,} bytes")
         tokens = list(buffer[:count])
         if not all(0 <= token < self.info.n_vocab for token in tokens):  # of a byte that has none
-            raise ModelFileError(f"{self.path.name}'s vocabulary has no token for a part of the text.", _DAMAGED)
+            raise ModelFileError(f"{self.path.name}'s vocabulary has no token for a part of the text.", DAMAGED)
         return tokens
 
     def piece(self, token: int, *, special: bool = False) -> bytes:
@@ -272,7 +239,7 @@ class Model(Closing):
         reason = native.load().moeedge_last_error().decode("utf-8", "replace").rstrip(".")
         if reason == "Out of memory":
             raise MemoryError
-        return ModelFileError(f"llama.cpp could not {what} with {self.path.name}'s vocabulary: {reason}.", _DAMAGED)
+        return ModelFileError(f"llama.cpp could not {what} with {self.path.name}'s vocabulary: {reason}.", DAMAGED)
 
     def token_text(self, token: int) -> str:
         """Returns the vocabulary's spelling of a token, special ones included."""
@@ -465,62 +432,3 @@ def buffer_type(name: str, device: str = "auto") -> int:
     if name not in types:
         raise InputError(f"There is no memory of the type {name!r} here (-ot).", f"Choose from: {', '.join(types)}.")
     return types[name]
-
-
-def _check_numbers(handle: Any, architecture: str, path: Path) -> None:
-    """Raises ModelFileError for those that ggml asserts against, or never ends with, in a thread of OpenMP."""
-
-    def read(name: str, default: str) -> float:
-        with suppress(ValueError):  # a text, of a key that the model does not use
-            return float(_read_metadata(handle, f"{architecture}.{name}") or default)
-        return float(default)
-
-    for name in ("layer_norm_rms_epsilon", "layer_norm_epsilon", "group_norm_epsilon"):
-        if not (epsilon := read(f"attention.{name}", "0")) >= 0:
-            raise ModelFileError(f"{path} has {epsilon} as its {name}.", _DAMAGED)
-    if not lib.llama_model_has_encoder(handle):
-        return  # another process has decoded with it (probe_child.py)
-    n_rotated, n_most = read("rope.dimension_count", "2"), read("attention.key_length", "inf")
-    if n_rotated % 2 or not 0 < n_rotated <= n_most:
-        raise ModelFileError(f"{path} has {n_rotated:.0f} as its rope.dimension_count.", _DAMAGED)
-    if any(tensor.type in _WITHOUT_PRODUCT and tensor.shape[1] > 1 for tensor in gguf_file.read_all_tensors(path)):
-        raise ModelFileError(f"{path} has a matrix of a type that nothing is multiplied by.", _DAMAGED)
-
-
-def _read_metadata(handle: Any, key: str) -> str | None:
-    buffer = ctypes.create_string_buffer(256)
-    count = lib.llama_model_meta_val_str(handle, key.encode(), buffer, len(buffer))
-    return buffer.value.decode("utf-8", "replace") if count >= 0 else None
-
-
-def _describe(handle: Any) -> str:
-    """llama.cpp's description without its size, which it guesses from the number of layers (48: "30B.A3B")."""
-    text = ctypes.create_string_buffer(256)
-    lib.llama_model_desc(handle, text, len(text))
-    return re.sub(r"^(\S+) \S+(?: \([^)]*\))* ", r"\1 ", text.value.decode("utf-8", "replace"))
-
-
-def _read_info(handle: Any, summary: gguf_file.GgufSummary, path: Path) -> ModelInfo:
-    architecture = _read_metadata(handle, "general.architecture") or "unknown"
-    n_layers = lib.llama_model_n_layer(handle)
-    expert_layers = tuple(layer for layer in summary.expert_layers if layer < n_layers)
-    n_experts = int(_read_metadata(handle, f"{architecture}.expert_count") or 0)
-    number = _read_metadata(handle, f"{architecture}.expert_used_count")  # None of a list, too
-    used = [int(number)] if number else gguf_file.read_experts_used(path)[1] if n_experts else []
-    by_layer = tuple(n if layer in expert_layers else 0 for layer, n in enumerate(used[:n_layers]))
-    return ModelInfo(
-        architecture=architecture,
-        n_layers=n_layers,
-        expert_layers=expert_layers,  # those after n_layers predict further tokens (MTP) and do not run here
-        n_experts=n_experts,
-        n_expert_used=max(used, default=0),
-        n_vocab=lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(handle)),
-        n_ctx_train=lib.llama_model_n_ctx_train(handle),
-        n_embd=lib.llama_model_n_embd(handle),
-        n_swa=lib.llama_model_n_swa(handle),
-        size_bytes=summary.size_bytes,
-        n_params=lib.llama_model_n_params(handle),
-        description=_describe(handle),
-        n_head_layers=len(summary.head_layers),
-        n_expert_used_by_layer=by_layer if len(used) > 1 and len({*by_layer} - {0}) > 1 else (),
-    )

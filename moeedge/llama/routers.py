@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 
 from moeedge.errors import BackendError, InputError, ModelFileError, require
 from moeedge.llama import gguf_file
-from moeedge.llama.model import Model, ModelInfo
+from moeedge.llama.model import Model
+from moeedge.llama.model_info import ModelInfo
 from moeedge.llama.sequence import BatchPart
 from moeedge.native import abi
 from moeedge.native.abi import BudgetCoverage, BudgetRanking, Phase, RoutingBatchStruct, RoutingMode

@@ -9,7 +9,8 @@ from moeedge.hardware.devices import DeviceKind, ResolvedDevice
 from moeedge.hardware.host import default_reserve
 from moeedge.llama import library
 from moeedge.llama.gguf_file import expert_bytes, expert_tensors, mean_expert_bytes, n_groups, scratch_bytes
-from moeedge.llama.model import Model, ModelInfo
+from moeedge.llama.model import Model
+from moeedge.llama.model_info import ModelInfo
 from moeedge.native.abi import PrefillPath
 from moeedge.native.cache import ExpertTensor
 from moeedge.records import figure

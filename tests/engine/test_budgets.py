@@ -13,7 +13,8 @@ from moeedge.engine.context_choice import unmet_budget, usable_budget
 from moeedge.engine.session import Session
 from moeedge.engine.types import GenerationStats
 from moeedge.errors import InputError
-from moeedge.llama.model import Model, ModelInfo
+from moeedge.llama.model import Model
+from moeedge.llama.model_info import ModelInfo
 from moeedge.native.abi import BUDGET_LAYER
 from moeedge.policies.expert_budget import ExpertBudget, budget_record
 from moeedge.run import is_warning

@@ -25,7 +25,7 @@ from tests.support.commands import refused
 
 _DEVICES = ("-m", "moeedge", "devices", "-o", "json")
 SOURCE = Path(__file__).with_name("toy_backend.c")
-HEADER = ROOT / "moeedge/native/include/moeedge.h"
+HEADERS = sorted((ROOT / "moeedge/native/include").glob("*.h"))
 VULKAN = os.environ.get("MOEEDGE_VULKAN_BACKEND", "")
 
 Compile = Callable[..., Path]
@@ -227,7 +227,7 @@ def test_enums_are_those_of_the_header(name: str) -> None:
     kinds = [
         kind for kind in (*vars(abi).values(), Residency) if f"enum {name}" in (getattr(kind, "__doc__", "") or "")
     ]
-    (block,) = re.findall(rf"enum {name} \{{(.*?)\n\}};", HEADER.read_text(), re.DOTALL)
+    (block,) = re.findall(rf"enum {name} \{{(.*?)\n\}};", "".join(path.read_text() for path in HEADERS), re.DOTALL)
     there = {key: int(value) for key, value in re.findall(r"MOEEDGE_(\w+)\s*= (-?\d+)", block)}
     for member in (member for kind in kinds if issubclass(kind, Enum) for member in kind if member.name != "NOTHING"):
         assert {value for key, value in there.items() if key.endswith(f"_{member.name}")} == {member.value}

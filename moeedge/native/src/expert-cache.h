@@ -112,7 +112,7 @@ class expert_cache {
 
     block_records records;
 
-    // planning side; see the moeedge_cache_* functions (moeedge.h)
+    // planning side; see the moeedge_cache_* functions (moeedge-cache.h)
 
     residency_table & table() { return *core->table; }
     // of the model's files so far, by a cache in RAM

@@ -379,7 +379,6 @@ template <typename T> inline __m512 factors_of_block(const typename T::block & x
 
 template <typename T, int N> void dots_256(int64_t n_blocks, const typename T::block * row, const column_256 * const * columns, float * const * out) {
     constexpr bool are_mins_added = T::mins == MINS_BY_FOUR || T::mins == MINS_BY_BLOCK; // at the end
-
     __m512 sums[N]; // in ggml's eight lanes; then of minimums, in four lanes or one
     UNROLLED
     for (int c = 0; c < N; c++) {

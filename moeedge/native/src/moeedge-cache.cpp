@@ -1,4 +1,4 @@
-// The part of the C interface (include/moeedge.h) that drives expert caches.
+// The part of the C interface (include/moeedge-cache.h) that drives expert caches.
 
 #include <algorithm>
 #include <memory>
