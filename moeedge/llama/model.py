@@ -141,7 +141,8 @@ class Model(Closing):
             weights.read_ahead(_most(n_host, n_moved))
         mapped_before = weights.mapped() if weights else frozenset()
         library.clear_errors()
-        room = {"repack_room_bytes": room_beside(summary.size_bytes)} if settings.is_mapped else {}
+        is_repacked = storage == "loaded" and settings.is_mapped and not header_only
+        room = {"repack_room_bytes": room_beside(summary.size_bytes)} if is_repacked else {}
         with errors_for_aborts(), file_pages(unread=is_lazy, **room):
             handle = lib.llama_model_load_from_file(str(path).encode(), parameters)
         if not handle:

@@ -218,11 +218,11 @@ SIGNATURES: dict[tuple[Any, ...], str] = {
         "cache_get_stats cache_get_reader"
     ),
     (c_int, c_int64, c_int64, POINTER(FrameStruct), c_int): "instance_frames",
-    (c_int, c_int64): "instance_threads cache_destroy",
+    (c_int, c_int64): "instance_threads cache_destroy set_repack_room",
     (c_int, c_int64, c_int, POINTER(ActivationsStruct)): "instance_get_activations",
     (c_int, c_int64, BLOCK_HOOK, c_void_p): "instance_set_hook",
     (c_int, c_int64, c_void_p, c_int64): "instance_expert_outputs",
-    (c_int, c_int64, c_int64): "instance_set_cache instance_remove_cache cache_set_ram set_repack_room",
+    (c_int, c_int64, c_int64): "instance_set_cache instance_remove_cache cache_set_ram",
     (c_int64, c_void_p): "cache_create",
     (c_int, c_int64, c_void_p, c_void_p, c_void_p): "cache_groups",
     (c_int, c_int64, c_int, c_void_p, c_int): "cache_read_ahead cache_release",

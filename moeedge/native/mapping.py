@@ -21,7 +21,6 @@ _MAPS = Path("/proc/self/maps")  # Linux only
 _NORMAL = 0  # MADV_NORMAL
 _NO_LIMIT = 2**63 - 1  # INT64_MAX
 _PAGE = os.sysconf("SC_PAGE_SIZE")
-LEAST_FREE_BYTES = 1 << 30  # the kernel evicts below
 N_READERS = 4
 PIECE_BYTES = 1 << 20  # a multiple of every page size
 _FAILED = ctypes.c_void_p(-1).value  # MAP_FAILED
@@ -57,17 +56,17 @@ class Mapped:
 def file_pages(*, unread: bool = False, repack_room_bytes: int = _NO_LIMIT) -> Iterator[None]:
     """What happens to the pages of model files that this thread loads and llama.cpp maps.
 
-    unread: they are not read ahead. repack_room_bytes: if repacked weights take more, their pages leave memory once no
-    other is free.
+    unread: they are not read ahead. repack_room_bytes: once repacked weights take more, the pages that they come from
+    leave memory.
     """
     library = load()
     library.moeedge_set_lazy_mapping(unread)
-    library.moeedge_set_repack_room(repack_room_bytes, LEAST_FREE_BYTES)
+    library.moeedge_set_repack_room(repack_room_bytes)
     try:
         yield
     finally:
         library.moeedge_set_lazy_mapping(0)
-        library.moeedge_set_repack_room(_NO_LIMIT, 0)
+        library.moeedge_set_repack_room(_NO_LIMIT)
 
 
 def mapped(path: Path) -> list[Mapped]:

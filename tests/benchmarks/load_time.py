@@ -55,6 +55,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("-t", "--threads", type=int, default=2)
+    parser.add_argument("--disk", default="", help="words about the disk, for the record")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--child", choices=ARMS, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -74,8 +75,8 @@ def main() -> None:
                 samples.append(sample)
                 print(json.dumps(sample), file=sys.stderr, flush=True)
     record = {"schema": SCHEMA, "model": options.model.name, "model_bytes": options.model.stat().st_size}
-    record |= {"threads": options.threads, "prompt_tokens": options.prompt_tokens, "samples": samples}
-    record = asdict(read_provenance(options.model)) | record
+    record |= {"disk": options.disk, "threads": options.threads, "prompt_tokens": options.prompt_tokens}
+    record = asdict(read_provenance(options.model)) | record | {"samples": samples}
     if options.out is not None:
         options.out.write_text(json.dumps(record, indent=1, default=str) + "\n", encoding="utf-8")
 

@@ -10,7 +10,8 @@ import resource
 import shutil
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ from moeedge.llama.context import Context
 from moeedge.llama.dense_weights import SplitWeights
 from moeedge.llama.gguf_file import GgufTensor
 from moeedge.llama.model import Model
+from moeedge.llama.settings import LoadMode, LoadSettings
 from moeedge.native import mapping
 from moeedge.native.abi import Phase
 from tests.conftest import TinyFactory
@@ -120,28 +122,41 @@ def test_only_the_thread_that_loads_gets_the_other_answer() -> None:
 
 
 @on_linux
-@pytest.mark.parametrize(("room_bytes", "least_free_bytes"), [(0, 1 << 60), (0, 0), (1 << 40, 1 << 60)])
-def test_repacked_weights_leave_memory_that_has_no_room_for_both(
-    dropped: Path, monkeypatch: pytest.MonkeyPatch, room_bytes: int, least_free_bytes: int
-) -> None:
-    monkeypatch.setattr("moeedge.llama.model.room_beside", lambda n_bytes: room_bytes)
-    monkeypatch.setattr(mapping, "LEAST_FREE_BYTES", least_free_bytes)
+@pytest.mark.parametrize("room_share", [0.0, 0.5, 1.1])
+def test_repacked_weights_leave_memory_that_has_no_room_for_both(dropped: Path, here: Here, room_share: float) -> None:
+    """The same logits, with the pages of what was repacked after the room was full."""
+    expected = logits_of(dropped, "mapped")
     weights = SplitWeights.read(dropped)
-    with Model.load(dropped):
+    file_bytes = dropped.stat().st_size
+    experts_bytes = sum(tensor.size_bytes for tensor in weights.experts)
+    here.set_memory((1 << 30) + file_bytes + int(room_share * experts_bytes), 64 << 30)  # 1 GiB stays free
+    with Model.load(dropped) as model:
         resident = resident_pages(dropped)
+        with Context(model, n_ctx=64, n_threads=2) as context:
+            found = np.array(context.decode(TOKENS, phase=Phase.VERIFY, logits="all"))
+    assert np.abs(found - expected).max() < 0.1 * np.abs(expected).max(), "another layout rounds otherwise"
+    in_dense = pages_of(weights.dense, len(resident))
     in_table = pages_of([each for each in weights.dense if each.name == "token_embd.weight"], len(resident))
-    in_experts = pages_of(weights.experts, len(resident)) & ~pages_of(weights.dense, len(resident))
     assert resident[in_table].all(), "it stays as it is in the file"
-    stay = room_bytes or not least_free_bytes
-    assert resident[in_experts].mean() > 0.95 if stay else resident[in_experts].mean() < 0.05
+    share = resident[pages_of(weights.experts, len(resident)) & ~in_dense].mean()
+    assert abs(share - min(room_share, 1)) < 0.1
 
 
 @on_linux
-def test_repacked_weights_are_the_same_where_their_pages_left(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = logits_of(wide, "loaded")
-    monkeypatch.setattr("moeedge.llama.model.room_beside", lambda n_bytes: 0)
-    monkeypatch.setattr(mapping, "LEAST_FREE_BYTES", 1 << 60)
-    assert np.array_equal(logits_of(wide, "loaded"), expected)
+@pytest.mark.parametrize("mode", ["auto", "mmap", "dio", "none"])
+def test_only_mapped_files_have_pages_that_leave(wide: Path, monkeypatch: pytest.MonkeyPatch, mode: LoadMode) -> None:
+    rooms = []
+
+    @contextmanager
+    def file_pages(*, unread: bool = False, repack_room_bytes: int | None = None) -> Iterator[None]:
+        rooms.append(repack_room_bytes)
+        yield
+
+    monkeypatch.setattr("moeedge.llama.model.file_pages", file_pages)
+    Model.load(wide, settings=LoadSettings(mode)).close()
+    Model.load(wide, settings=LoadSettings(mode), header_only=True).close()
+    first, of_header = rooms
+    assert (first is not None) is (mode in ("auto", "mmap")) and of_header is None
 
 
 @on_linux

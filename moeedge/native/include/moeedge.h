@@ -293,9 +293,9 @@ MOEEDGE_API int moeedge_throw_on_abort(int on);
 MOEEDGE_API void * moeedge_open_gguf(const char * path);
 // on: llama.cpp maps the model files that the calling thread loads without reading them ahead; 0: as it does by default
 MOEEDGE_API int moeedge_set_lazy_mapping(int on);
-// Of the model files that the calling thread maps, weights leave memory as soon as they are repacked where the system has less
-// than least_free_bytes free, if all take more than n_bytes repacked; INT64_MAX: they stay
-MOEEDGE_API int moeedge_set_repack_room(int64_t n_bytes, int64_t least_free_bytes);
+// Once a model that the calling thread loads has more than n_bytes repacked, the mapped file's pages leave memory as they are
+// repacked; INT64_MAX: they stay
+MOEEDGE_API int moeedge_set_repack_room(int64_t n_bytes);
 
 // planning: memory of a context that is not allocated
 

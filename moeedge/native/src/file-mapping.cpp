@@ -3,9 +3,10 @@
 // Unread    llama.cpp maps a file with MAP_POPULATE, which reads all of it, unless the CPU's registry says that the machine has
 //           several NUMA nodes (llama_model_loader::init_mappings). While a thread loads a model lazily, the registry says so
 //           to this thread. Kernels ask ggml_is_numa themselves and do not notice.
-// Repacked  a mapped file and its repacked weights may not fit the memory together. The kernel would evict pages in the order in
-//           which they were read, others still to be repacked or used as they are among them; so where no memory is free,
-//           pages leave as soon as they are repacked. The rest stays for the next start.
+// Repacked  a mapped file and its repacked weights may not fit the memory together. The kernel evicts the oldest pages first, also
+//           those that are still to be repacked and those that are used without repacking, and they are read again. So once
+//           repacked weights fill the room next to the file, the pages that they come from leave. The system allows that to the
+//           file's owner and to who may write it.
 
 #include <atomic>
 #include <cstdint>
@@ -14,7 +15,6 @@
 
 #if defined(__linux__)
 #    include <sys/mman.h>
-#    include <sys/sysinfo.h>
 #    include <unistd.h>
 #endif
 
@@ -22,6 +22,8 @@
 #include "cache-device.h"
 
 namespace moeedge {
+
+static constexpr int advice_pageout = 21; // MADV_PAGEOUT, which older headers lack
 
 // unread
 
@@ -63,55 +65,51 @@ static void set_lazy_mapping(bool on) {
 
 // repacked
 
-static decltype(ggml_backend_buffer_type_i::alloc_buffer)         original_alloc;
+static decltype(ggml_backend_buffer_type_i::alloc_buffer)       original_alloc;
 static std::atomic<decltype(ggml_backend_buffer_i::set_tensor)> original_set;
-static thread_local int64_t                                       room_bytes = INT64_MAX, least_free_bytes;
-
-#if defined(MADV_PAGEOUT)
+static thread_local int64_t                                     room_bytes = INT64_MAX; // that repacked weights have left
 
 static void release(const void * data, size_t size) {
-    struct sysinfo memory;
-    if (sysinfo(&memory) != 0 || (int64_t) (memory.freeram * memory.mem_unit) >= least_free_bytes) {
-        return;
-    }
+#if defined(__linux__)
     const uintptr_t page  = (uintptr_t) sysconf(_SC_PAGESIZE);
     const uintptr_t first = ((uintptr_t) data + page - 1) / page * page, end = ((uintptr_t) data + size) / page * page;
     if (first < end) {
-        madvise((void *) first, end - first, MADV_PAGEOUT); // where it fails, they stay
+        madvise((void *) first, end - first, advice_pageout); // where it fails, they stay
     }
-}
-
 #else
-
-static void release(const void *, size_t) {
+    (void) data, (void) size;
+#endif
 }
 
-#endif
-
-static void repack_and_release(ggml_backend_buffer_t buffer, ggml_tensor * tensor, const void * data, size_t offset, size_t size) {
+static void repack(ggml_backend_buffer_t buffer, ggml_tensor * tensor, const void * data, size_t offset, size_t size) {
     original_set.load()(buffer, tensor, data, offset, size);
-    release(data, size);
+    if (room_bytes == INT64_MAX) {
+        return;
+    }
+    room_bytes -= (int64_t) size;
+    if (room_bytes < 0) {
+        release(data, size);
+    }
 }
 
 static ggml_backend_buffer_t alloc_repacked(ggml_backend_buffer_type_t type, size_t size) {
     ggml_backend_buffer_t buffer = original_alloc(type, size);
     if (buffer && (int64_t) size > room_bytes) {
         original_set             = buffer->iface.set_tensor;
-        buffer->iface.set_tensor = repack_and_release;
+        buffer->iface.set_tensor = repack;
     }
     return buffer;
 }
 
-static void set_repack_room(int64_t n_bytes, int64_t n_free_bytes) {
-    room_bytes       = n_bytes;
-    least_free_bytes = n_free_bytes;
+static void set_repack_room(int64_t n_bytes) {
     static std::once_flag once;
-    std::call_once(once, [] {
+    std::call_once(once, [] { // before the first model is loaded
         if (ggml_backend_buffer_type_t type = extra_buffer_type(ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU), repacked_name)) {
             original_alloc           = type->iface.alloc_buffer;
             type->iface.alloc_buffer = alloc_repacked;
         }
     });
+    room_bytes = n_bytes;
 }
 
 } // namespace moeedge
@@ -120,6 +118,6 @@ int moeedge_set_lazy_mapping(int on) {
     return moeedge::guarded([on] { moeedge::set_lazy_mapping(on != 0); });
 }
 
-int moeedge_set_repack_room(int64_t n_bytes, int64_t least_free_bytes) {
-    return moeedge::guarded([=] { moeedge::set_repack_room(n_bytes, least_free_bytes); });
+int moeedge_set_repack_room(int64_t n_bytes) {
+    return moeedge::guarded([n_bytes] { moeedge::set_repack_room(n_bytes); });
 }
