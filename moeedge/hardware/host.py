@@ -55,11 +55,6 @@ def fits(n_bytes: int, free_bytes: int | None = None, total_bytes: int | None = 
     return n_bytes + default_reserve(total_bytes) <= (available_memory() if free_bytes is None else free_bytes)
 
 
-def room_beside(n_bytes: int) -> int:
-    """Bytes of this machine's memory that are left next to `n_bytes` and the reserve."""
-    return max(0, available_memory() - default_reserve(total_memory()) - n_bytes)
-
-
 def _limits() -> Iterator[tuple[int, int, Path]]:
     """The control groups of this process that limit its memory: bytes, version and folder."""
     for version, folder in control_groups("memory"):

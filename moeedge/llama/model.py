@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +16,6 @@ import llama_cpp.llama_cpp as lib
 from moeedge import native
 from moeedge.errors import InputError, ModelFileError, MoeedgeError
 from moeedge.hardware.devices import Storage
-from moeedge.hardware.host import room_beside
 from moeedge.llama import gguf_file, library
 from moeedge.llama.dense_weights import DenseWeights, SplitWeights
 from moeedge.llama.model_info import DAMAGED, ModelInfo, check_numbers, read_info, read_metadata
@@ -24,7 +24,7 @@ from moeedge.llama.settings import LoadSettings, LoraAdapter
 from moeedge.llama.text import BuiltinFormat, ChatFormat, builtin_names
 from moeedge.native.backends import DRY_RUN_GPU, dry_run_gpu
 from moeedge.native.library import errors_for_aborts
-from moeedge.native.mapping import file_pages
+from moeedge.native.mapping import map_lazily
 from moeedge.run import Closing
 
 # moeedge: our backend computes; stock: the same process and loop, but our backend claims no operations
@@ -141,9 +141,7 @@ class Model(Closing):
             weights.read_ahead(_most(n_host, n_moved))
         mapped_before = weights.mapped() if weights else frozenset()
         library.clear_errors()
-        is_repacked = storage == "loaded" and settings.is_mapped and not header_only
-        room = {"repack_room_bytes": room_beside(summary.size_bytes)} if is_repacked else {}
-        with errors_for_aborts(), file_pages(unread=is_lazy, **room):
+        with errors_for_aborts(), map_lazily() if is_lazy else nullcontext():
             handle = lib.llama_model_load_from_file(str(path).encode(), parameters)
         if not handle:
             reason = library.first_error()

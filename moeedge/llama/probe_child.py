@@ -34,7 +34,7 @@ def main(path: str) -> int:
     import llama_cpp.llama_cpp as lib
 
     from moeedge.native.library import errors_for_aborts
-    from moeedge.native.mapping import file_pages
+    from moeedge.native.mapping import map_lazily
 
     can_decode = os.path.exists(_MAPS)
     lib.llama_backend_init()
@@ -46,7 +46,7 @@ def main(path: str) -> int:
     parameters.devices = ctypes.cast(devices, ctypes.c_void_p)
     before = _shared_files() if can_decode else set()
     with errors_for_aborts():
-        with file_pages(unread=True):
+        with map_lazily():
             model = lib.llama_model_load_from_file(os.fsencode(path), parameters)
         if not model:
             return REFUSED

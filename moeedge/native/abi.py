@@ -20,7 +20,7 @@ import numpy as np
 
 Record = TypeVar("Record")
 
-ABI_VERSION = 31  # MOEEDGE_ABI_VERSION that this module is written for
+ABI_VERSION = 30  # MOEEDGE_ABI_VERSION that this module is written for
 
 
 class Phase(IntEnum):
@@ -218,7 +218,7 @@ SIGNATURES: dict[tuple[Any, ...], str] = {
         "cache_get_stats cache_get_reader"
     ),
     (c_int, c_int64, c_int64, POINTER(FrameStruct), c_int): "instance_frames",
-    (c_int, c_int64): "instance_threads cache_destroy set_repack_room",
+    (c_int, c_int64): "instance_threads cache_destroy",
     (c_int, c_int64, c_int, POINTER(ActivationsStruct)): "instance_get_activations",
     (c_int, c_int64, BLOCK_HOOK, c_void_p): "instance_set_hook",
     (c_int, c_int64, c_void_p, c_int64): "instance_expert_outputs",

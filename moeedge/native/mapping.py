@@ -19,7 +19,6 @@ from moeedge.native.library import load
 
 _MAPS = Path("/proc/self/maps")  # Linux only
 _NORMAL = 0  # MADV_NORMAL
-_NO_LIMIT = 2**63 - 1  # INT64_MAX
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 N_READERS = 4
 PIECE_BYTES = 1 << 20  # a multiple of every page size
@@ -53,20 +52,14 @@ class Mapped:
 
 
 @contextmanager
-def file_pages(*, unread: bool = False, repack_room_bytes: int = _NO_LIMIT) -> Iterator[None]:
-    """What happens to the pages of model files that this thread loads and llama.cpp maps.
-
-    unread: they are not read ahead. repack_room_bytes: once repacked weights take more, the pages that they come from
-    leave memory.
-    """
+def map_lazily() -> Iterator[None]:
+    """Lets llama.cpp map model files that this thread loads without reading them, where it reads all by default."""
     library = load()
-    library.moeedge_set_lazy_mapping(unread)
-    library.moeedge_set_repack_room(repack_room_bytes)
+    library.moeedge_set_lazy_mapping(1)
     try:
         yield
     finally:
         library.moeedge_set_lazy_mapping(0)
-        library.moeedge_set_repack_room(_NO_LIMIT)
 
 
 def mapped(path: Path) -> list[Mapped]:
@@ -98,7 +91,7 @@ def pages_of(mappings: Iterable[Mapped], ranges: Sequence[tuple[int, int]]) -> l
 
 
 def advise_normal(pages: Iterable[Mapped]) -> None:
-    """Lets faults in pages of a file read ahead, which `file_pages` has switched off."""
+    """Lets faults in pages of a file read ahead, which `map_lazily` has switched off."""
     for each in pages:
         libc().madvise(each.address, each.n_bytes, _NORMAL)
 

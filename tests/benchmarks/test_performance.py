@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.benchmarks.performance import draft_cost, ratios, read, recosted, repeated, tables
+from tests.benchmarks.performance import draft_cost, over_stock, ratios, read, recosted, repeated, tables
 
 _FOLDER = Path(__file__).resolve().parents[2] / "docs" / "benchmarks"
 _RECORDS = sorted(_FOLDER.glob("performance-*.json.gz"))
@@ -16,6 +16,16 @@ _RECORDS = sorted(_FOLDER.glob("performance-*.json.gz"))
 @pytest.mark.parametrize("path", _RECORDS, ids=lambda path: path.name)
 def test_every_record_has_tables(path: Path) -> None:
     assert any("|--" in table for table in tables(read(path)))
+
+
+def test_settings_that_were_measured_once_are_no_base() -> None:
+    speeds = {("moeedge", "moeedge-ar"): [30, 20, 22], ("stock", "stock-ar"): [10, 10, 11], ("llama.cpp", "once"): [15]}
+    samples = [
+        {"rival": rival, "settings": settings, "repetition": i, "speed_ts": speed_ts}
+        for (rival, settings), own in speeds.items()
+        for i, speed_ts in enumerate(own)
+    ]
+    assert over_stock({"samples": samples}) == 2.0
 
 
 def test_a_dearer_draft_costs_its_tokens() -> None:

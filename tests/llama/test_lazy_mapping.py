@@ -1,4 +1,4 @@
-"""Loading a model without reading its experts, also where its other weights go to a GPU, and what leaves memory."""
+"""Loading a model without reading its experts, also where its other weights go to a GPU."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import resource
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +24,6 @@ from moeedge.llama.context import Context
 from moeedge.llama.dense_weights import SplitWeights
 from moeedge.llama.gguf_file import GgufTensor
 from moeedge.llama.model import Model
-from moeedge.llama.settings import LoadMode, LoadSettings
 from moeedge.native import mapping
 from moeedge.native.abi import Phase
 from tests.conftest import TinyFactory
@@ -110,53 +108,15 @@ def test_outputs_are_the_same(wide: Path) -> None:
 def test_only_the_thread_that_loads_gets_the_other_answer() -> None:
     before = numa_answer()
     others: list[int] = []
-    with mapping.file_pages(unread=True):
+    with mapping.map_lazily():
         assert numa_answer() != before
         thread = threading.Thread(target=lambda: others.append(numa_answer()))
         thread.start()
         thread.join()
     assert [numa_answer(), *others] == [before, before]
-    with pytest.raises(RuntimeError), mapping.file_pages(unread=True):
+    with pytest.raises(RuntimeError), mapping.map_lazily():
         raise RuntimeError
     assert numa_answer() == before
-
-
-@on_linux
-@pytest.mark.parametrize("room_share", [0.0, 0.5, 1.1])
-def test_repacked_weights_leave_memory_that_has_no_room_for_both(dropped: Path, here: Here, room_share: float) -> None:
-    """The same logits, with the pages of what was repacked after the room was full."""
-    expected = logits_of(dropped, "mapped")
-    weights = SplitWeights.read(dropped)
-    file_bytes = dropped.stat().st_size
-    experts_bytes = sum(tensor.size_bytes for tensor in weights.experts)
-    here.set_memory((1 << 30) + file_bytes + int(room_share * experts_bytes), 64 << 30)  # 1 GiB stays free
-    with Model.load(dropped) as model:
-        resident = resident_pages(dropped)
-        with Context(model, n_ctx=64, n_threads=2) as context:
-            found = np.array(context.decode(TOKENS, phase=Phase.VERIFY, logits="all"))
-    assert np.abs(found - expected).max() < 0.1 * np.abs(expected).max(), "another layout rounds otherwise"
-    in_dense = pages_of(weights.dense, len(resident))
-    in_table = pages_of([each for each in weights.dense if each.name == "token_embd.weight"], len(resident))
-    assert resident[in_table].all(), "it stays as it is in the file"
-    share = resident[pages_of(weights.experts, len(resident)) & ~in_dense].mean()
-    assert abs(share - min(room_share, 1)) < 0.1
-
-
-@on_linux
-@pytest.mark.parametrize("mode", ["auto", "mmap", "dio", "none"])
-def test_only_mapped_files_have_pages_that_leave(wide: Path, monkeypatch: pytest.MonkeyPatch, mode: LoadMode) -> None:
-    rooms = []
-
-    @contextmanager
-    def file_pages(*, unread: bool = False, repack_room_bytes: int | None = None) -> Iterator[None]:
-        rooms.append(repack_room_bytes)
-        yield
-
-    monkeypatch.setattr("moeedge.llama.model.file_pages", file_pages)
-    Model.load(wide, settings=LoadSettings(mode)).close()
-    Model.load(wide, settings=LoadSettings(mode), header_only=True).close()
-    first, of_header = rooms
-    assert (first is not None) is (mode in ("auto", "mmap")) and of_header is None
 
 
 @on_linux

@@ -37,8 +37,8 @@ declare(
     -p, --n-prompt LIST  Prompts of N random tokens: a row ppN for each N.
     --n-predict N  Tokens decoded one by one: a row tgN.
     --repetitions N  Processes of each program and setting, of which the median counts.
-    --samples N  Samples of each test in a process: more for tests that take little time.
-    --no-warmup  Measure at once: otherwise each process runs each test twice, which takes long with long prompts.
+    --samples N  Samples of each test of random tokens in a process: more for tests that take little time.
+    --no-warmup  Measure at once: otherwise each process runs each test once more, which takes long with long prompts.
     --resume FILE  Go on with an interrupted run: the same command, and the file that it named.
     []
     --output text|md|csv|json  Format of the table.

@@ -107,7 +107,7 @@ MOEEDGE_API const char * moeedge_llama_cpp_version(void);   // llama-cpp-python,
 MOEEDGE_API int          moeedge_backend_api_version(void); // compiled against
 
 // version of this header's structures and functions
-#define MOEEDGE_ABI_VERSION 31
+#define MOEEDGE_ABI_VERSION 30
 MOEEDGE_API int moeedge_abi_version(void);
 
 // registers the backend with the ggml of this process; a second call has no effect
@@ -293,9 +293,6 @@ MOEEDGE_API int moeedge_throw_on_abort(int on);
 MOEEDGE_API void * moeedge_open_gguf(const char * path);
 // on: llama.cpp maps the model files that the calling thread loads without reading them ahead; 0: as it does by default
 MOEEDGE_API int moeedge_set_lazy_mapping(int on);
-// Once a model that the calling thread loads has more than n_bytes repacked, the mapped file's pages leave memory as they are
-// repacked; INT64_MAX: they stay
-MOEEDGE_API int moeedge_set_repack_room(int64_t n_bytes);
 
 // planning: memory of a context that is not allocated
 

@@ -54,8 +54,6 @@ class cache_device : public std::enable_shared_from_this<cache_device>, no_copy 
 // lists the buffer types that a device has beside its usual one; the one of that name, null: there is none
 ggml_backend_buffer_type_t extra_buffer_type(ggml_backend_dev_t dev, const char * name);
 
-constexpr char repacked_name[] = "CPU_REPACK"; // of the CPU's
-
 // of a CPU backend; nothing where it has no such setting
 void set_n_threads(ggml_backend_t backend, int n_threads);
 

@@ -30,6 +30,8 @@ static constexpr int64_t n_distinct_rows = 16; // the others repeat them: some t
 static constexpr int     n_timings       = 7;
 static constexpr int64_t n_timed_columns = 16, n_timed_dense_columns = 32;
 
+static const char repacked_name[] = "CPU_REPACK";
+
 static std::atomic<int> choice{ MOEEDGE_KERNEL_CHOICE_MEASURED };
 
 // a kernel's check
