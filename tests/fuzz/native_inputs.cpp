@@ -11,7 +11,7 @@
 #include <unistd.h>
 
 #include "gguf.h"
-#include "moeedge.h"
+#include "moeedge-cache.h"
 
 namespace {
 

@@ -352,5 +352,3 @@ MOEEDGE_API bool moeedge_should_stop(void * stop);
 #ifdef __cplusplus
 }
 #endif
-
-#include "moeedge-cache.h"

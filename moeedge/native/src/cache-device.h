@@ -11,7 +11,7 @@
 
 #include "device-health.h"
 #include "ggml-backend.h"
-#include "moeedge.h"
+#include "moeedge-cache.h"
 #include "no-copy.h"
 
 namespace moeedge {

@@ -20,7 +20,7 @@
 #include <sys/types.h>
 #include <unistd.h>
 
-#include "moeedge.h"
+#include "moeedge-cache.h"
 #include "no-copy.h"
 
 namespace moeedge {

@@ -23,7 +23,7 @@
 #include "expert-mover.h"
 #include "ggml-backend.h"
 #include "ggml.h"
-#include "moeedge.h"
+#include "moeedge-cache.h"
 
 namespace moeedge {
 

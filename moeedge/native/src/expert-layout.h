@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "ggml.h"
-#include "moeedge.h"
+#include "moeedge-cache.h"
 
 namespace moeedge {
 

@@ -9,7 +9,7 @@
 #include "expert-chain.h"
 #include "expert-matmuls.h"
 #include "ggml-backend.h"
-#include "moeedge.h"
+#include "moeedge-cache.h"
 #include "subgraph-set.h"
 
 namespace moeedge {
